@@ -1,0 +1,268 @@
+"""The pipeline of a step: gradients, sum of squares, decision, scale. The one place that shows the whole of it."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import checkpoint, gradients, ops, rule, telemetry
+from .config import ZClipConfig
+
+_VERDICT = rule.RECORD_FIELDS.index("verdict")
+
+
+class ClipResult:
+    """What one step decided. The same fields on every path, as 0-dim tensors where the gradients are: float64 numbers
+    and bool flags. Reading one as a number waits for the device; ``float(result)`` is ``grad_norm``.
+    """
+
+    __slots__ = ("left_out", "record")
+
+    def __init__(self, record: Tensor) -> None:
+        self.record = record
+        #: True where the optimizer must not step; known on the host, unlike :attr:`skipped`. Never True in a dry run.
+        self.left_out = False
+
+    def _field(self, name: str) -> Tensor:
+        return self.record[rule.RECORD_FIELDS.index(name)]
+
+    @property
+    def grad_norm(self) -> Tensor:
+        """L2 norm of the whole gradient before clipping; inf or NaN where an element is; 0 without gradients."""
+        return self._field("grad_norm")
+
+    @property
+    def clipped_norm(self) -> Tensor:
+        """L2 norm after clipping."""
+        return self._field("grad_norm") * self._field("scale")
+
+    @property
+    def threshold(self) -> Tensor:
+        """What a spike is scaled down to; inf where the step is none."""
+        return self._field("threshold")
+
+    @property
+    def spike_level(self) -> Tensor:
+        """The norm above which this step counts as a spike; inf during warm-up and where there is no sample."""
+        return self._field("spike_level")
+
+    @property
+    def z_score(self) -> Tensor:
+        """How many spreads the norm lies above the mean; 0 during warm-up and where there is no sample."""
+        return self._field("z_score")
+
+    @property
+    def scale(self) -> Tensor:
+        """What the gradients were multiplied by, in (0, 1]; exactly 1.0 where they were not touched."""
+        return self._field("scale")
+
+    @property
+    def is_spike(self) -> Tensor:
+        """Whether the z-score is above ``z_thresh``."""
+        return self._field("is_spike") != 0
+
+    @property
+    def is_finite(self) -> Tensor:
+        """Whether no element of the gradient is inf or NaN."""
+        return self._field("is_finite") != 0
+
+    @property
+    def skipped(self) -> Tensor:
+        """Whether the step is to be left out: by ``on_nonfinite`` or ``on_spike``."""
+        return self._field("verdict") != rule.STEP
+
+    @property
+    def elevated_run(self) -> Tensor:
+        """How many steps in a row, up to this one, had a z-score above 1."""
+        return self._field("elevated_run")
+
+    def __float__(self) -> float:
+        return float(self.grad_norm)
+
+    def __format__(self, spec: str) -> str:
+        return format(float(self), spec) if spec else str(self)
+
+    def __repr__(self) -> str:
+        values = zip(rule.RECORD_FIELDS, self.record.tolist(), strict=True)
+        return f"ClipResult({', '.join(f'{name}={value:g}' for name, value in values)})"
+
+
+class ZClip:
+    """Adaptive gradient clipping (ZClip, arXiv 2504.02507). Call :meth:`step` between backward and the optimizer's step::
+
+        zclip = ZClip(z_thresh=2.5)
+        loss.backward()
+        zclip.step(model)
+        optimizer.step()
+
+    :class:`zclip_ext.ZClipOptimizer` does that by itself and keeps the statistics in the optimizer's state.
+
+    Args:
+        config: a :class:`ZClipConfig`; or
+        options: its fields by name, the authors' ``mode`` included.
+    """
+
+    def __init__(self, config: ZClipConfig | None = None, **options: Any) -> None:
+        if config is not None and not isinstance(config, ZClipConfig):
+            raise TypeError(f"config: got {type(config).__name__}, expected a ZClipConfig or options by name")
+        if config is not None and options:
+            raise TypeError(f"options: got {', '.join(options)} beside a config; give one or the other")
+        self.config = config if config is not None else ZClipConfig.from_dict(options)
+        self.last: ClipResult | None = None
+        self._reset()
+
+    def _reset(self) -> None:
+        self._state = torch.tensor(rule.new_state(self.config), dtype=torch.float64)
+        self._numbers = torch.tensor(rule.config_numbers(self.config), dtype=torch.float64)
+        self._caps = telemetry.CapWatch()
+        self._steps_here = 0
+        self._warned: set[str] = set()
+        self._seen: tuple[Any, ...] | None = None
+
+    def step(self, model: gradients.Target) -> ClipResult:
+        """Measures the gradients, updates the statistics and, where the norm is an outlier, scales the gradients down.
+
+        Call it once for each step of the optimizer, with all gradients final: after the last backward of an accumulation,
+        after unscaling. Where the step is to be left out, all gradients become None, so that ``optimizer.step()``
+        changes nothing.
+
+        Args:
+            model: a module, or its parameters. A list spares a walk over the module.
+
+        Raises:
+            NonFiniteGradientError: by ``on_nonfinite="raise"``, or past ``max_consecutive_skips``. Nothing was changed.
+            TypeError: something else than parameters, or a gradient of an unsupported kind; names it.
+        """
+        parameters = gradients.parameters_of(model)
+        self._check_called_once(parameters)
+        result = self.clip(parameters, model if isinstance(model, nn.Module) else None)
+        if result.left_out:
+            gradients.discard(parameters)
+        self._remember(parameters)
+        return result
+
+    @torch._disable_dynamo  # type: ignore[misc]
+    def clip(self, parameters: list[Tensor], model: nn.Module | None = None) -> ClipResult:
+        """:meth:`step` for adapters, which see to it themselves that nothing steps where ``left_out`` is set.
+
+        Args:
+            parameters: tensors that may have a ``.grad``.
+            model: only for the names in errors.
+        """
+        try:
+            grads = ops.collect(parameters)
+        except (AttributeError, TypeError):
+            gradients.check_kinds(parameters)
+            raise
+        if not len(grads):
+            self._without_gradients(parameters)
+        device = gradients.device_of(parameters)
+        if self._state.device != device:
+            self._state, self._numbers = self._state.to(device), self._numbers.to(device)
+        try:
+            sums = ops.local_sumsq(grads, device)
+        except ops.UnsupportedGradientError as error:
+            name = gradients.name_of(gradients.owner(parameters, error.index), parameters, model)
+            raise TypeError(f"gradient of {name}: {error.problem}") from None
+        self.last = result = ClipResult(ops.decide_(sums, self._state, self._numbers))
+        self._heed(result)
+        if not self.config.dry_run:
+            ops.scale_(grads, result.scale)
+        return result
+
+    def metrics(self) -> dict[str, float]:
+        """The state of the run as plain numbers, one copy from the device; nothing else in a step reads it.
+
+        ``grad_norm``, ``clipped_norm``, ``threshold`` (inf where the step is no spike), ``z_score`` and ``scale`` are the
+        last step's; ``mean`` and ``std`` the moving statistics (``log_space``: the geometric mean, and the std of
+        log norms); ``steps`` all calls, ``samples`` those with a finite, non-zero norm; ``spikes`` and ``capped`` count
+        samples above the z-score and samples that ``max_grad_norm`` limited, ``clip_rate`` and ``cap_rate`` are their
+        share of the samples; ``rebaselined`` counts shifts; ``skipped`` the steps that were left out,
+        ``consecutive_skips`` those in a row up to now; ``nonfinite`` and ``zero_norm`` the steps that were no samples;
+        ``elevated_run`` how many steps in a row had a z-score above 1.
+        """
+        state = self._fields()
+        self._caps.look(state, self.config)
+        return telemetry.metrics(state, self.config)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Statistics and counters as plain numbers; see :mod:`zclip_ext.checkpoint`."""
+        return checkpoint.save(self._state.tolist(), self.config)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes back what :meth:`state_dict` gave. Nothing is changed where it raises.
+
+        Raises:
+            ValueError: a field is missing, unknown or impossible; the error names it.
+        """
+        numbers = checkpoint.load(state_dict, self.config)
+        self._reset()
+        self._state = torch.tensor(numbers, dtype=torch.float64)
+
+    def reset(self) -> None:
+        """Forgets all statistics and counters; the next step is the first of a warm-up."""
+        self.last = None
+        self._reset()
+
+    def __repr__(self) -> str:
+        default = ZClipConfig().to_dict()
+        changed = [f"{name}={value!r}" for name, value in self.config.to_dict().items() if value != default[name]]
+        return f"ZClip({', '.join(changed)})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_seen": None}
+
+    def _fields(self) -> dict[str, float]:
+        return dict(zip(rule.STATE_FIELDS, self._state.tolist(), strict=False))
+
+    def _heed(self, result: ClipResult) -> None:
+        """Raises and warns as the decision asks for, before a gradient is touched."""
+        self._steps_here += 1
+        if self._state.device.type == "cpu" and self._caps.is_due(self._steps_here):
+            self._caps.look(self._fields(), self.config)
+        config = self.config
+        if config.dry_run or (config.on_nonfinite == "pass" and config.on_spike == "clip"):
+            return
+        verdict = result.record[_VERDICT].item()  # elsewhere than on the CPU this one number waits for the device
+        if verdict == rule.STEP:
+            return
+        state = self._fields()
+        if verdict == rule.RAISE_ERROR:
+            raise telemetry.NonFiniteGradientError(
+                f"the gradient holds inf or NaN (norm {state['last_grad_norm']}) at step {state['steps']:.0f} of ZClip, "
+                f"steps left out in a row: {state['consecutive_skips']:.0f}; on_nonfinite={config.on_nonfinite!r}, "
+                f"max_consecutive_skips={config.max_consecutive_skips}"
+            )
+        result.left_out = True
+        telemetry.warn_of_skip(state["last_grad_norm"], int(state["skipped"]), bool(result.is_spike))
+
+    def _without_gradients(self, parameters: list[Tensor]) -> None:
+        gradients.check_without_gradients(parameters)
+        if parameters:
+            self._warn_once("no gradient: was ZClip called before backward(), or after zero_grad()?")
+
+    def _check_called_once(self, parameters: list[Tensor]) -> None:
+        """The same gradients on unchanged weights: a call for each micro-batch, with partial sums as samples."""
+        if self._seen is not None:
+            parameter, grad, version = self._seen
+            known = parameter()
+            if known is not None and known.grad is not None and known.grad is grad() and known._version == version:
+                self._warn_once(
+                    "ZClip.step was called twice before the optimizer stepped. Call it once, after the last backward "
+                    "of the step: micro-batches that are clipped one by one bend the gradient and spoil the statistics"
+                )
+
+    def _remember(self, parameters: list[Tensor]) -> None:
+        first = next((parameter for parameter in parameters if parameter.grad is not None), None)
+        self._seen = None
+        if first is not None:
+            self._seen = (weakref.ref(first), weakref.ref(first.grad), first._version)
+
+    def _warn_once(self, message: str) -> None:
+        if message not in self._warned:
+            self._warned.add(message)
+            warnings.warn(message, telemetry.ZClipWarning, stacklevel=4)

@@ -1,0 +1,91 @@
+"""From what a user hands in to the gradients of a step, and names for errors about them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from typing import TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+Target: TypeAlias = nn.Module | Tensor | Iterable[Tensor]
+
+
+def parameters_of(target: Target) -> list[Tensor]:
+    """The parameters of a module, or a list of what was handed in, read once.
+
+    Raises:
+        TypeError: ``target`` is neither a module nor parameters.
+    """
+    if isinstance(target, nn.Module):
+        return list(target.parameters())
+    if isinstance(target, Tensor):
+        return [target]
+    try:
+        parameters = list(target)
+    except TypeError:
+        expected = "expected a torch.nn.Module or an iterable of its parameters"
+        raise TypeError(f"model: got {type(target).__name__}, {expected}") from None
+    if not parameters:
+        warnings.warn("ZClip was handed no parameters: an empty list, or a generator that was read before", stacklevel=3)
+    return parameters
+
+
+def check_kinds(parameters: list[Tensor]) -> None:
+    """For the error of a list that can't be read.
+
+    Raises:
+        TypeError: something in it is no tensor; names it.
+    """
+    for index, parameter in enumerate(parameters):
+        if not isinstance(parameter, Tensor):
+            raise TypeError(f"parameters[{index}]: got {type(parameter).__name__}, expected a torch.nn.Parameter")
+
+
+def owner(parameters: list[Tensor], index: int) -> Tensor:
+    """The parameter that the gradient at ``index`` among those that are there belongs to."""
+    return [parameter for parameter in parameters if parameter.grad is not None][index]
+
+
+def name_of(parameter: Tensor, parameters: list[Tensor], model: nn.Module | None) -> str:
+    """How an error calls a parameter: by its name where the model is known, else by its place and shape."""
+    if model is not None:
+        for name, candidate in model.named_parameters():
+            if candidate is parameter:
+                return f"parameter {name!r}"
+    index = next(i for i, candidate in enumerate(parameters) if candidate is parameter)
+    return f"parameter {index} (shape {tuple(parameter.shape)})"
+
+
+def check_without_gradients(parameters: list[Tensor]) -> None:
+    """Tells apart, where no parameter has a gradient, a step that has none from a mistake.
+
+    Raises:
+        ValueError: gradients were handed in place of parameters.
+        RuntimeError: an optimizer steps inside backward, so that gradients are gone before they can be clipped.
+    """
+    for index, parameter in enumerate(parameters):
+        if not parameter.requires_grad and not isinstance(parameter, nn.Parameter):
+            raise ValueError(
+                f"parameters[{index}]: got a tensor without requires_grad and without .grad; hand in the parameters, "
+                "not their gradients"
+            )
+        if getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise RuntimeError(
+                "no parameter has a gradient, and parameters have post-accumulate-grad hooks: an optimizer that steps "
+                "inside backward() frees each gradient before the norm of all of them is known. ZClip can't clip there; "
+                "step the optimizer after backward()"
+            )
+
+
+def discard(parameters: Iterable[Tensor]) -> None:
+    """Drops all gradients, so that an optimizer that steps next changes neither weights nor moments."""
+    for parameter in parameters:
+        parameter.grad = None
+
+
+def device_of(parameters: list[Tensor]) -> torch.device:
+    """Where the norm of the gradients is wanted: beside the first of them, else beside the first parameter."""
+    with_gradient = (parameter.grad.device for parameter in parameters if parameter.grad is not None)
+    return next(with_gradient, parameters[0].device if parameters else torch.device("cpu"))

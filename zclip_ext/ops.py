@@ -1,0 +1,159 @@
+"""The three operations of a step, each on the whole list of gradients: compiled where there is an extension, else torch.
+
+Both give the same bits. Nobody else asks which of them runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from . import _extension, norm, rule
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
+
+_compiled: Any = _extension.load()
+
+
+def backend() -> str:
+    """``"compiled"`` where the C++ extension runs, ``"torch"`` where pure torch does."""
+    return "torch" if _compiled is None else "compiled"
+
+
+class UnsupportedGradientError(TypeError):
+    """A gradient that can't be read. ``index`` is its place in the list that was handed in."""
+
+    def __init__(self, index: int, problem: str) -> None:
+        super().__init__(f"gradient {index}: {problem}")
+        self.index = index
+        self.problem = problem
+
+
+# The gradients of a step: a list, or a handle of the extension, which spares a Python object for each. Both have a length.
+Gradients: TypeAlias = Any
+
+
+def collect(parameters: list[Tensor]) -> Gradients:
+    """The gradients that are there, for the other operations."""
+    gathered = _compiled.gather(parameters, True) if _compiled is not None else None
+    if gathered is not None:
+        return gathered
+    return [grad for parameter in parameters if (grad := parameter.grad) is not None]
+
+
+def local_sumsq(grads: Gradients, device: torch.device) -> Tensor:
+    """Sum of squares of all elements, and how many of them are inf or NaN.
+
+    Args:
+        grads: from :func:`collect`, or a list of tensors of a dtype in ``DTYPES``, of any shape and strides, or sparse
+            COO, on any devices. An element of an expanded gradient counts as often as it stands there, values of a
+            sparse one are added up first, and a tensor that is listed twice, as a tied parameter's can be, counts once.
+        device: where the result is wanted.
+
+    Returns:
+        float64, shape (2,), on ``device``.
+
+    Raises:
+        UnsupportedGradientError: a tensor of another kind.
+    """
+    if not isinstance(grads, list):
+        return _sumsq(grads, device)
+    readable = {id(grad): _readable(index, grad) for index, grad in enumerate(grads)}
+    out = torch.zeros(2, dtype=torch.float64, device=device)
+    for place, group in _by_device(readable.values()).items():
+        out += _sumsq(_gathered(group), place).to(device)
+    return out
+
+
+def decide_(sums: Tensor, state: Tensor, config: Tensor) -> Tensor:
+    """One step of the rule; see :func:`zclip_ext.rule.decide_`. Changes ``state`` and returns the record."""
+    record = torch.empty(len(rule.RECORD_FIELDS), dtype=torch.float64, device=state.device)
+    if _compiled is not None and state.device.type == "cpu":
+        _compiled.decide(sums, state, config, record)
+    else:
+        rule.decide_(sums, state, config, record)
+    return record
+
+
+@torch.no_grad()
+def scale_(grads: Gradients, scale: Tensor) -> None:
+    """Multiplies all gradients in place by ``scale``; on the CPU nothing is written at 1.0.
+
+    The product is taken in float64 and rounded once to float32, then to the gradient's dtype. Elements that an expanded
+    gradient repeats, and memory that several gradients share, are multiplied once.
+
+    Args:
+        grads: as :func:`local_sumsq` takes them.
+        scale: float64, shape (), finite and above 0.
+    """
+    if scale.device.type == "cpu" and scale.item() == 1.0:
+        return
+    if not isinstance(grads, list):
+        return _scale(grads, scale)
+    targets = list({id(grad): _writable(grad) for grad in grads}.values())
+    dense = [_dense(target) for target in targets]
+    for place, group in _by_device(dense).items():
+        _scale(_gathered(group), scale.to(place))
+    for target, scaled in zip(targets, dense, strict=True):
+        if scaled is not target:
+            target.copy_(scaled)
+
+
+def _gathered(tensors: list[Tensor]) -> Gradients:
+    """Dense tensors of one device, as a handle where the extension reads them."""
+    handle = _compiled.gather(tensors, False) if _compiled is not None else None
+    return tensors if handle is None else handle
+
+
+def _sumsq(grads: Gradients, device: torch.device) -> Tensor:
+    out = torch.empty(2, dtype=torch.float64, device=device)
+    if isinstance(grads, list):
+        norm.sum_of_squares(grads, out)
+    else:
+        _compiled.local_sumsq(grads, out, torch.get_num_threads())
+    return out
+
+
+def _scale(grads: Gradients, scale: Tensor) -> None:
+    if isinstance(grads, list):
+        norm.scale_(grads, scale)
+    else:
+        _compiled.scale(grads, scale.item(), torch.get_num_threads())
+
+
+def _readable(index: int, grad: Tensor) -> Tensor:
+    """The gradient as a dense tensor: itself where it is one, else a copy."""
+    if hasattr(type(grad), "__tensor_flatten__"):
+        raise UnsupportedGradientError(index, f"got a {type(grad).__name__}, expected a plain torch.Tensor")
+    if grad.layout not in (torch.strided, torch.sparse_coo):
+        raise UnsupportedGradientError(index, f"got layout {grad.layout}, expected strided or sparse_coo")
+    if grad.dtype not in DTYPES:
+        allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+        raise UnsupportedGradientError(index, f"got dtype {grad.dtype}, expected one of {allowed}")
+    if grad.is_meta:
+        raise UnsupportedGradientError(index, "got a tensor on the meta device, which holds no values")
+    return _dense(grad.coalesce().values() if grad.layout == torch.sparse_coo else grad)
+
+
+def _writable(grad: Tensor) -> Tensor:
+    """A view of the gradient's memory that holds each place once: scaling it scales the gradient."""
+    if grad.layout == torch.sparse_coo:
+        return grad._values()  # also of an uncoalesced gradient: its sum scales with its terms
+    for dim in range(grad.dim()):
+        if grad.stride(dim) == 0 and grad.shape[dim] > 1:
+            grad = grad.narrow(dim, 0, 1)
+    return grad
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    return tensor if norm.by_stride(tensor).is_contiguous() else tensor.contiguous()
+
+
+def _by_device(tensors: Iterable[Tensor]) -> dict[torch.device, list[Tensor]]:
+    groups: dict[torch.device, list[Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault(tensor.device, []).append(tensor)
+    return groups

@@ -1,0 +1,204 @@
+"""Any torch optimizer with ZClip in its step."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from .clipper import ZClip
+from .config import ZClipConfig
+from .telemetry import ZClipWarning
+
+_PREFIX = "zclip_"
+
+
+class ZClipOptimizer(Optimizer):
+    """Wraps an optimizer so that each step clips the gradients of its parameters first::
+
+        opt = ZClipOptimizer(torch.optim.AdamW(model.parameters(), lr=3e-3))
+
+    It is a ``torch.optim.Optimizer`` for all that a run does with one: LR schedulers, ``GradScaler``, closures, hooks,
+    checkpoints. ``param_groups``, ``state`` and ``defaults`` are the inner optimizer's own. A step that ZClip leaves out
+    (not finite, or a spike with ``on_spike="skip"``) does not reach the inner optimizer, and
+    :attr:`last_step_skipped` says so; a scheduler may step all the same.
+
+    The statistics are saved as plain numbers under ``zclip_*`` keys of ``param_groups[0]``, which every kind of
+    checkpoint keeps. A checkpoint of the inner optimizer alone can be loaded, with fresh statistics; one of this wrapper
+    can be loaded into the inner optimizer alone, which ignores the keys.
+
+    Args:
+        inner: the optimizer that does the step. One that evaluates a closure several times in a step (LBFGS) is refused.
+        model: the module whose parameters the optimizer holds, for names in errors.
+        config: a :class:`ZClipConfig`; or
+        options: its fields by name.
+    """
+
+    # GradScaler asks these of the optimizer it is handed. True, as fused Adam has it, would send scaled gradients here.
+    _step_supports_amp_scaling = False
+    _step_supports_amp_closure = False
+
+    def __init__(
+        self,
+        inner: Optimizer,
+        *,
+        model: nn.Module | None = None,
+        config: ZClipConfig | None = None,
+        **options: Any,
+    ) -> None:
+        # Not Optimizer.__init__: it would make groups of its own. What else it sets are the hooks.
+        if not isinstance(inner, Optimizer):
+            raise TypeError(f"inner: got {type(inner).__name__}, expected a torch.optim.Optimizer")
+        if isinstance(inner, ZClipOptimizer):
+            raise TypeError("inner: got a ZClipOptimizer, which clips already; expected the optimizer inside it")
+        if _needs_closure(inner):
+            raise TypeError(
+                f"inner: {type(inner).__name__} evaluates its closure several times in a step, so a step has no one "
+                "gradient to clip; expected an optimizer that steps on the gradients that are there"
+            )
+        self.inner = inner
+        self.model = model
+        self.zclip = ZClip(config, **options)
+        self._optimizer_step_pre_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
+        self._optimizer_step_post_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
+        self._publish()
+
+    @property
+    def last_step_skipped(self) -> bool:
+        """Whether the last :meth:`step` was left out."""
+        return self.zclip.last is not None and self.zclip.last.left_out
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Runs the closure where there is one, clips, and steps the inner optimizer unless the step is left out.
+
+        Returns:
+            What the closure returned, else None.
+
+        Raises:
+            NonFiniteGradientError: see :meth:`ZClip.step`. The inner optimizer has not stepped.
+        """
+        for hook in self._optimizer_step_pre_hooks.values():
+            hook(self, (closure,), {})
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        result = self.zclip.clip(self._parameters(), self.model)
+        if not result.left_out:
+            self.inner.step()
+        for hook in self._optimizer_step_post_hooks.values():
+            hook(self, (closure,), {})
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.inner.zero_grad(set_to_none=set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        self.inner.add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The inner optimizer's, with the statistics under ``zclip_*`` keys of its first group."""
+        self._publish()
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes back what :meth:`state_dict` gave, or a state of the inner optimizer alone, with fresh statistics.
+
+        Raises:
+            ValueError: it doesn't fit; nothing was changed.
+        """
+        saved = {
+            key.removeprefix(_PREFIX): value
+            for key, value in state_dict["param_groups"][0].items()
+            if isinstance(key, str) and key.startswith(_PREFIX)
+        }
+        clip = ZClip(self.zclip.config)
+        if saved:
+            clip.load_state_dict(saved)
+        else:
+            message = "the checkpoint holds no ZClip statistics: they start afresh, with a warm-up"
+            warnings.warn(message, ZClipWarning, stacklevel=2)
+        self.inner.load_state_dict(state_dict)
+        self.zclip = clip
+        self._publish()
+
+    def _parameters(self) -> list[Tensor]:
+        """Read from the groups at each step: groups are added and replaced while a run goes on."""
+        return [parameter for group in self.inner.param_groups for parameter in group["params"]]
+
+    def _publish(self) -> None:
+        """Puts the statistics where the inner optimizer's checkpoints take them along."""
+        group = self.inner.param_groups[0]
+        for key in [key for key in group if isinstance(key, str) and key.startswith(_PREFIX)]:
+            del group[key]
+        group.update({f"{_PREFIX}{name}": value for name, value in self.zclip.state_dict().items()})
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        return self.inner.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self.inner.param_groups = groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        return self.inner.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.inner.state = state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        return self.inner.defaults
+
+    @defaults.setter
+    def defaults(self, defaults: dict[str, Any]) -> None:
+        self.inner.defaults = defaults
+
+    # Hooks on the state belong to the object whose state it is.
+    def register_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> Any:
+        return self.inner.register_state_dict_pre_hook(hook, prepend)
+
+    def register_state_dict_post_hook(self, hook: Any, prepend: bool = False) -> Any:
+        return self.inner.register_state_dict_post_hook(hook, prepend)
+
+    def register_load_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> Any:
+        return self.inner.register_load_state_dict_pre_hook(hook, prepend)
+
+    def register_load_state_dict_post_hook(self, hook: Any, prepend: bool = False) -> Any:
+        return self.inner.register_load_state_dict_post_hook(hook, prepend)
+
+    def __getattr__(self, name: str) -> Any:
+        # What an inner optimizer has beyond torch's own. Private names are not its to give: unpickling asks for them
+        # before there is an inner one, and torch for marks that are true of the inner one only.
+        if name.startswith("_") or "inner" not in self.__dict__:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self.inner, name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: self.__dict__[name] for name in ("inner", "model", "zclip")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._optimizer_step_pre_hooks = OrderedDict()
+        self._optimizer_step_post_hooks = OrderedDict()
+
+    def __repr__(self) -> str:
+        return f"ZClipOptimizer({type(self.inner).__name__}, {self.zclip!r})"
+
+
+# An Optimizer wraps its class's step with its own profiling and hooks unless the step says it has them.
+ZClipOptimizer.step.hooked = True  # type: ignore[attr-defined]
+
+
+def _needs_closure(optimizer: Optimizer) -> bool:
+    parameter = inspect.signature(optimizer.step).parameters.get("closure")
+    return parameter is not None and parameter.default is inspect.Parameter.empty

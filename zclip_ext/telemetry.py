@@ -1,0 +1,91 @@
+"""What a run can know of ZClip: the metrics, and the warnings that nobody should have to ask for."""
+
+from __future__ import annotations
+
+import math
+import warnings
+
+from .config import ZClipConfig
+
+METRICS = (
+    "grad_norm",
+    "clipped_norm",
+    "threshold",
+    "z_score",
+    "mean",
+    "std",
+    "scale",
+    "steps",
+    "samples",
+    "spikes",
+    "capped",
+    "clip_rate",
+    "cap_rate",
+    "rebaselined",
+    "skipped",
+    "consecutive_skips",
+    "nonfinite",
+    "zero_norm",
+    "elevated_run",
+)
+_CAP_WINDOW = 100
+
+
+class ZClipWarning(UserWarning):
+    """Something about the run that ZClip can see and its owner should know."""
+
+
+class NonFiniteGradientError(FloatingPointError):
+    """A gradient held inf or NaN, and ``on_nonfinite`` or ``max_consecutive_skips`` says to stop. Nothing was changed."""
+
+
+def metrics(state: dict[str, float], config: ZClipConfig) -> dict[str, float]:
+    """The numbers of a state as a run wants to log them; see :meth:`zclip_ext.ZClip.metrics`."""
+    seen = max(state["samples"], 1.0)
+    mean = math.exp(state["mean"]) if config.log_space and state["warm"] else state["mean"]
+    values = {
+        "grad_norm": state["last_grad_norm"],
+        "clipped_norm": state["last_grad_norm"] * state["last_scale"],
+        "threshold": state["last_threshold"],
+        "z_score": state["last_z_score"],
+        "mean": mean,
+        "std": math.sqrt(state["var"]),
+        "scale": state["last_scale"],
+        "clip_rate": state["spikes"] / seen,
+        "cap_rate": state["capped"] / seen,
+    }
+    return {name: values.get(name, state.get(name, 0.0)) for name in METRICS}
+
+
+def warn_of_skip(grad_norm: float, skipped: int, is_spike: bool) -> None:
+    """Warns of the first step that is left out, of the 10th, the 100th, and so on."""
+    if skipped == 10 ** (len(str(skipped)) - 1):
+        reason = f"its gradient norm of {grad_norm:.4g} is a spike" if is_spike else "its gradient is not finite"
+        warnings.warn(f"ZClip left out a step: {reason} (steps left out so far: {skipped})", ZClipWarning, stacklevel=4)
+
+
+class CapWatch:
+    """Warns once where ``max_grad_norm`` rather than the statistics decides most steps: a lower learning rate, unseen."""
+
+    def __init__(self) -> None:
+        self._steps = 0.0
+        self._capped = 0.0
+        self._warned = False
+
+    def is_due(self, steps: float) -> bool:
+        return not self._warned and steps - self._steps >= _CAP_WINDOW
+
+    def look(self, state: dict[str, float], config: ZClipConfig) -> None:
+        if config.max_grad_norm is None or not self.is_due(state["steps"]):
+            return
+        rate = (state["capped"] - self._capped) / (state["steps"] - self._steps)
+        self._steps, self._capped = state["steps"], state["capped"]
+        if rate > 0.5:
+            self._warned = True
+            warnings.warn(
+                f"max_grad_norm={config.max_grad_norm:g} scaled down {rate:.0%} of the last steps (usual norm: "
+                f"{state['mean']:.4g}): it acts as a lower learning rate, not as protection from spikes. Raise it, or "
+                "set it to None",
+                ZClipWarning,
+                stacklevel=4,
+            )
