@@ -1,7 +1,7 @@
 """Ships csrc/ inside the package, and builds the extension ahead where ZCLIP_PREBUILD=1 asks for it.
 
-Everything else stands in pyproject.toml. Without ZCLIP_PREBUILD torch is not needed to install: the extension is built on
-the first import.
+Everything else stands in pyproject.toml. Without ZCLIP_PREBUILD torch is not needed to install: the extension is built
+on the first import.
 """
 
 import importlib.util
@@ -32,13 +32,14 @@ def extension() -> dict[str, Any]:
     # From its file: the package itself would load, and so build, the extension.
     path = ROOT / "zclip_ext" / "_extension.py"
     spec = importlib.util.spec_from_file_location("zclip_ext_build", path)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     parameters = module.build_parameters()
     parameters["sources"] = [os.path.relpath(source, ROOT) for source in parameters["sources"]]
     return {
-        "ext_modules": [CppExtension(f"zclip_ext.{module.NAME}", **parameters)],
+        "ext_modules": [CppExtension(f"zclip_ext.{module.NAME}", **parameters)],  # type: ignore[no-untyped-call]
         "cmdclass": {"build_ext": BuildExtension, "build_py": BuildWithSources},
     }
 

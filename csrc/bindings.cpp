@@ -63,7 +63,8 @@ bool as_segment(const c10::TensorImpl& tensor, zclip::Segment* segment) {
     return true;
 }
 
-// A set of addresses, open-addressed: one look at each of thousands of small tensors must not cost more than the tensor.
+// A set of addresses, open-addressed: one look at each of thousands of small tensors must not cost more than the
+// tensor.
 class Seen {
    public:
     explicit Seen(size_t items) {
@@ -83,8 +84,8 @@ class Seen {
     std::vector<const void*> table_;
 };
 
-// Asks for the memory of tensors that come soon. Most torch versions keep the address of a tensor behind the header of its
-// Python object; where another word stands there, a useless hint is all that comes of it.
+// Asks for the memory of tensors that come soon. Most torch versions keep the address of a tensor behind the header of
+// its Python object; where another word stands there, a useless hint is all that comes of it.
 void fetch_ahead(const py::list& objects, size_t i) {
     constexpr size_t kNear = 8, kFar = 16;
     if (i + kFar < objects.size()) __builtin_prefetch(PyList_GET_ITEM(objects.ptr(), i + kFar));
@@ -176,8 +177,9 @@ std::vector<std::vector<std::string>> layout() {
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
-    py::class_<Gradients>(m, "Gradients", py::module_local())
-        .def("__len__", [](const Gradients& grads) { return grads.tensors.size(); });
+    py::class_<Gradients>(m, "Gradients", py::module_local()).def("__len__", [](const Gradients& grads) {
+        return grads.tensors.size();
+    });
     m.def("gather", &gather);
     m.def("local_sumsq", &local_sumsq);
     m.def("scale", &scale);

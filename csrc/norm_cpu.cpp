@@ -88,8 +88,9 @@ ZCLIP_INLINE int power_of_two(int n) {
     return width;
 }
 
-// Adds the second half of x to the first until `To` sums are left. The loops have constant bounds, or the compiler would
-// not know that the halves are apart and leave them scalar. `width` is a power of two up to Width; x beyond it is not read.
+// Adds the second half of x to the first until `To` sums are left. The loops have constant bounds, or the compiler
+// would not know that the halves are apart and leave them scalar. `width` is a power of two up to Width; x beyond it is
+// not read.
 template <int To, int Width, class T>
 ZCLIP_INLINE void fold(T* x, int width) {
     if constexpr (Width > To) {

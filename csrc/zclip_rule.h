@@ -15,61 +15,61 @@
 #endif
 
 // Each layout is listed once. Python holds the same names in the same order (rule.py); the loader compares them.
-#define ZCLIP_CONFIG_FIELDS(X)                                                                                         \
-    X(alpha)                                                                                                           \
-    X(alpha_down)                                                                                                      \
-    X(z_thresh)                                                                                                        \
-    X(warmup_steps)                                                                                                    \
-    X(clip_option)                                                                                                     \
-    X(clip_factor)                                                                                                     \
-    X(max_grad_norm)                                                                                                   \
-    X(min_threshold)                                                                                                   \
-    X(max_threshold)                                                                                                   \
-    X(patience)                                                                                                        \
-    X(min_rel_std)                                                                                                     \
-    X(eps)                                                                                                             \
-    X(log_space)                                                                                                       \
-    X(robust_warmup)                                                                                                   \
-    X(skip_update_on_spike)                                                                                            \
-    X(on_spike)                                                                                                        \
-    X(on_nonfinite)                                                                                                    \
+#define ZCLIP_CONFIG_FIELDS(X) \
+    X(alpha)                   \
+    X(alpha_down)              \
+    X(z_thresh)                \
+    X(warmup_steps)            \
+    X(clip_option)             \
+    X(clip_factor)             \
+    X(max_grad_norm)           \
+    X(min_threshold)           \
+    X(max_threshold)           \
+    X(patience)                \
+    X(min_rel_std)             \
+    X(eps)                     \
+    X(log_space)               \
+    X(robust_warmup)           \
+    X(skip_update_on_spike)    \
+    X(on_spike)                \
+    X(on_nonfinite)            \
     X(max_consecutive_skips)
 
-#define ZCLIP_STATE_FIELDS(X)                                                                                          \
-    X(steps)                                                                                                           \
-    X(samples)                                                                                                         \
-    X(mean)                                                                                                            \
-    X(var)                                                                                                             \
-    X(warm)                                                                                                            \
-    X(warmup_count)                                                                                                    \
-    X(warmup_mean)                                                                                                     \
-    X(warmup_m2)                                                                                                       \
-    X(streak_count)                                                                                                    \
-    X(streak_mean)                                                                                                     \
-    X(streak_m2)                                                                                                       \
-    X(elevated_run)                                                                                                    \
-    X(spikes)                                                                                                          \
-    X(clipped)                                                                                                         \
-    X(capped)                                                                                                          \
-    X(rebaselined)                                                                                                     \
-    X(skipped)                                                                                                         \
-    X(consecutive_skips)                                                                                               \
-    X(nonfinite)                                                                                                       \
-    X(zero_norm)                                                                                                       \
-    X(last_grad_norm)                                                                                                  \
-    X(last_z_score)                                                                                                    \
-    X(last_threshold)                                                                                                  \
+#define ZCLIP_STATE_FIELDS(X) \
+    X(steps)                  \
+    X(samples)                \
+    X(mean)                   \
+    X(var)                    \
+    X(warm)                   \
+    X(warmup_count)           \
+    X(warmup_mean)            \
+    X(warmup_m2)              \
+    X(streak_count)           \
+    X(streak_mean)            \
+    X(streak_m2)              \
+    X(elevated_run)           \
+    X(spikes)                 \
+    X(clipped)                \
+    X(capped)                 \
+    X(rebaselined)            \
+    X(skipped)                \
+    X(consecutive_skips)      \
+    X(nonfinite)              \
+    X(zero_norm)              \
+    X(last_grad_norm)         \
+    X(last_z_score)           \
+    X(last_threshold)         \
     X(last_scale)
 
-#define ZCLIP_RECORD_FIELDS(X)                                                                                         \
-    X(grad_norm)                                                                                                       \
-    X(threshold)                                                                                                       \
-    X(z_score)                                                                                                         \
-    X(scale)                                                                                                           \
-    X(is_spike)                                                                                                        \
-    X(is_finite)                                                                                                       \
-    X(verdict)                                                                                                         \
-    X(spike_level)                                                                                                     \
+#define ZCLIP_RECORD_FIELDS(X) \
+    X(grad_norm)               \
+    X(threshold)               \
+    X(z_score)                 \
+    X(scale)                   \
+    X(is_spike)                \
+    X(is_finite)               \
+    X(verdict)                 \
+    X(spike_level)             \
     X(elevated_run)
 
 namespace zclip {
@@ -172,8 +172,8 @@ ZCLIP_FN void judge(double y, const Config& c, State* s, Record* r) {
     r->threshold = smaller(larger(target, c.min_threshold), c.max_threshold);
 }
 
-// A normal step feeds its own norm to the statistics, a spike its threshold; `patience` spikes in a row are a shift, and
-// the statistics start again from them.
+// A normal step feeds its own norm to the statistics, a spike its threshold; `patience` spikes in a row are a shift,
+// and the statistics start again from them.
 ZCLIP_FN void learn(double y, const Config& c, State* s, const Record& r) {
     double u = y;
     if (r.is_spike != 0.0) {

@@ -5,6 +5,7 @@ from .clipper import ClipResult, ZClip
 from .config import ZClipConfig
 from .ops import backend
 from .optimizer import ZClipOptimizer
+from .replay import replay
 from .telemetry import NonFiniteGradientError, ZClipWarning
 
 __all__ = [
@@ -16,4 +17,5 @@ __all__ = [
     "ZClipWarning",
     "__version__",
     "backend",
+    "replay",
 ]

@@ -100,7 +100,8 @@ def _from_file(path: Path) -> ModuleType:
     import torch  # noqa: F401  (the libraries that the extension links to)
 
     spec = importlib.util.spec_from_file_location(f"zclip_ext.{NAME}", path)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -125,7 +126,7 @@ def _build(binary: Path) -> ModuleType:
     start = time.perf_counter()
     with tempfile.TemporaryDirectory(dir=binary.parent) as scratch:
         parameters = build_parameters()
-        module = cpp_extension.load(
+        module: ModuleType = cpp_extension.load(
             name=NAME,
             sources=parameters["sources"],
             extra_cflags=parameters["extra_compile_args"],

@@ -82,6 +82,8 @@ def _number(name: str, saved: Mapping[str, Any]) -> float:
     fits = math.isfinite(value) or name in _MAY_BE_INFINITE
     fits = fits and (value >= 0 or math.isnan(value) or name in _SIGNED or name.startswith(_BUFFER))
     if not fits or (whole and value != int(value)):
-        allowed = "a whole number of at least 0" if whole else "a finite number, or one of at least 0 where it can't be less"
+        allowed = (
+            "a whole number of at least 0" if whole else "a finite number, or one of at least 0 where it can't be less"
+        )
         raise ValueError(f"state_dict[{name!r}]: got {value!r}, allowed is {allowed}")
     return float(value)

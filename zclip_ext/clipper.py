@@ -92,7 +92,7 @@ class ClipResult:
 
 
 class ZClip:
-    """Adaptive gradient clipping (ZClip, arXiv 2504.02507). Call :meth:`step` between backward and the optimizer's step::
+    """Adaptive gradient clipping (ZClip, arXiv 2504.02507). Call :meth:`step` between backward and optimizer step::
 
         zclip = ZClip(z_thresh=2.5)
         loss.backward()
@@ -112,23 +112,25 @@ class ZClip:
         if config is not None and options:
             raise TypeError(f"options: got {', '.join(options)} beside a config; give one or the other")
         self.config = config if config is not None else ZClipConfig.from_dict(options)
-        self.last: ClipResult | None = None
-        self._reset()
-
-    def _reset(self) -> None:
-        self._state = torch.tensor(rule.new_state(self.config), dtype=torch.float64)
         self._numbers = torch.tensor(rule.config_numbers(self.config), dtype=torch.float64)
-        self._caps = telemetry.CapWatch()
-        self._steps_here = 0
         self._warned: set[str] = set()
         self._seen: tuple[Any, ...] | None = None
+        self._start_from(rule.new_state(self.config))
+
+    def _start_from(self, numbers: list[float]) -> None:
+        self._state = torch.tensor(numbers, dtype=torch.float64)
+        fields = self._fields()
+        self._steps = fields["steps"]  # the state's, known without asking the device
+        limit = None if self.config.dry_run else self.config.max_grad_norm
+        self._caps = telemetry.CapWatch(limit, fields["steps"], fields["capped"])
+        self.last: ClipResult | None = None
 
     def step(self, model: gradients.Target) -> ClipResult:
         """Measures the gradients, updates the statistics and, where the norm is an outlier, scales the gradients down.
 
-        Call it once for each step of the optimizer, with all gradients final: after the last backward of an accumulation,
-        after unscaling. Where the step is to be left out, all gradients become None, so that ``optimizer.step()``
-        changes nothing.
+        Call it once for each step of the optimizer, with all gradients final: after the last backward of an
+        accumulation, after unscaling. Where the step is to be left out, all gradients become None, so that
+        ``optimizer.step()`` changes nothing.
 
         Args:
             model: a module, or its parameters. A list spares a walk over the module.
@@ -145,7 +147,7 @@ class ZClip:
         self._remember(parameters)
         return result
 
-    @torch._disable_dynamo  # type: ignore[misc]
+    @torch._disable_dynamo  # type: ignore[attr-defined,untyped-decorator]
     def clip(self, parameters: list[Tensor], model: nn.Module | None = None) -> ClipResult:
         """:meth:`step` for adapters, which see to it themselves that nothing steps where ``left_out`` is set.
 
@@ -160,25 +162,43 @@ class ZClip:
             raise
         if not len(grads):
             self._without_gradients(parameters)
-        device = gradients.device_of(parameters)
-        if self._state.device != device:
-            self._state, self._numbers = self._state.to(device), self._numbers.to(device)
         try:
-            sums = ops.local_sumsq(grads, device)
+            sums = ops.local_sumsq(grads, gradients.device_of(parameters))
         except ops.UnsupportedGradientError as error:
             name = gradients.name_of(gradients.owner(parameters, error.index), parameters, model)
             raise TypeError(f"gradient of {name}: {error.problem}") from None
-        self.last = result = ClipResult(ops.decide_(sums, self._state, self._numbers))
-        self._heed(result)
+        result = self._decide(sums)
         if not self.config.dry_run:
             ops.scale_(grads, result.scale)
+        return result
+
+    def decide(self, grad_norm: float | Tensor) -> ClipResult:
+        """The rule alone, for a caller that has the global norm already and scales the gradients itself.
+
+        Args:
+            grad_norm: L2 norm of the whole gradient, a number or a tensor of shape (). One that is not finite, or less
+                than 0, counts as a gradient that is not finite.
+
+        Returns:
+            What :meth:`step` returns: multiply the gradients by ``scale`` unless ``left_out`` is set.
+
+        Raises:
+            NonFiniteGradientError: as :meth:`step` does.
+        """
+        norm = torch.as_tensor(grad_norm, dtype=torch.float64)
+        return self._decide(torch.stack([norm * norm, (~(norm.isfinite() & (norm >= 0))).to(torch.float64)]))
+
+    def _decide(self, sums: Tensor) -> ClipResult:
+        self._state, self._numbers = self._state.to(sums.device), self._numbers.to(sums.device)
+        self.last = result = ClipResult(ops.decide_(sums, self._state, self._numbers))
+        self._heed(result)
         return result
 
     def metrics(self) -> dict[str, float]:
         """The state of the run as plain numbers, one copy from the device; nothing else in a step reads it.
 
-        ``grad_norm``, ``clipped_norm``, ``threshold`` (inf where the step is no spike), ``z_score`` and ``scale`` are the
-        last step's; ``mean`` and ``std`` the moving statistics (``log_space``: the geometric mean, and the std of
+        ``grad_norm``, ``clipped_norm``, ``threshold`` (inf where the step is no spike), ``z_score`` and ``scale`` are
+        the last step's; ``mean`` and ``std`` the moving statistics (``log_space``: the geometric mean, and the std of
         log norms); ``steps`` all calls, ``samples`` those with a finite, non-zero norm; ``spikes`` and ``capped`` count
         samples above the z-score and samples that ``max_grad_norm`` limited, ``clip_rate`` and ``cap_rate`` are their
         share of the samples; ``rebaselined`` counts shifts; ``skipped`` the steps that were left out,
@@ -186,7 +206,7 @@ class ZClip:
         ``elevated_run`` how many steps in a row had a z-score above 1.
         """
         state = self._fields()
-        self._caps.look(state, self.config)
+        self._caps.look(state)
         return telemetry.metrics(state, self.config)
 
     def state_dict(self) -> dict[str, Any]:
@@ -199,14 +219,11 @@ class ZClip:
         Raises:
             ValueError: a field is missing, unknown or impossible; the error names it.
         """
-        numbers = checkpoint.load(state_dict, self.config)
-        self._reset()
-        self._state = torch.tensor(numbers, dtype=torch.float64)
+        self._start_from(checkpoint.load(state_dict, self.config))
 
     def reset(self) -> None:
         """Forgets all statistics and counters; the next step is the first of a warm-up."""
-        self.last = None
-        self._reset()
+        self._start_from(rule.new_state(self.config))
 
     def __repr__(self) -> str:
         default = ZClipConfig().to_dict()
@@ -221,9 +238,9 @@ class ZClip:
 
     def _heed(self, result: ClipResult) -> None:
         """Raises and warns as the decision asks for, before a gradient is touched."""
-        self._steps_here += 1
-        if self._state.device.type == "cpu" and self._caps.is_due(self._steps_here):
-            self._caps.look(self._fields(), self.config)
+        self._steps += 1
+        if self._state.device.type == "cpu" and self._caps.is_due(self._steps):
+            self._caps.look(self._fields())
         config = self.config
         if config.dry_run or (config.on_nonfinite == "pass" and config.on_spike == "clip"):
             return
@@ -233,7 +250,7 @@ class ZClip:
         state = self._fields()
         if verdict == rule.RAISE_ERROR:
             raise telemetry.NonFiniteGradientError(
-                f"the gradient holds inf or NaN (norm {state['last_grad_norm']}) at step {state['steps']:.0f} of ZClip, "
+                f"the gradient holds inf or NaN (norm {state['last_grad_norm']}) at step {state['steps']:.0f}, "
                 f"steps left out in a row: {state['consecutive_skips']:.0f}; on_nonfinite={config.on_nonfinite!r}, "
                 f"max_consecutive_skips={config.max_consecutive_skips}"
             )

@@ -83,11 +83,9 @@ class ZClipConfig:
             object.__setattr__(self, "clip_option", "reciprocal")
         for field in dataclasses.fields(self):
             object.__setattr__(self, field.name, _CHECKS[field.name](field.name, getattr(self, field.name)))
-        if self.min_threshold is not None and self.max_threshold is not None:
-            if self.min_threshold > self.max_threshold:
-                raise ValueError(
-                    f"min_threshold: got {self.min_threshold!r}, which is above max_threshold ({self.max_threshold!r})"
-                )
+        lowest, highest = self.min_threshold, self.max_threshold
+        if lowest is not None and highest is not None and lowest > highest:
+            raise _error("min_threshold", lowest, f"a number up to max_threshold ({highest!r}) or None")
 
     @classmethod
     def from_dict(cls, options: Mapping[str, Any]) -> ZClipConfig:

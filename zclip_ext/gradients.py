@@ -28,7 +28,9 @@ def parameters_of(target: Target) -> list[Tensor]:
         expected = "expected a torch.nn.Module or an iterable of its parameters"
         raise TypeError(f"model: got {type(target).__name__}, {expected}") from None
     if not parameters:
-        warnings.warn("ZClip was handed no parameters: an empty list, or a generator that was read before", stacklevel=3)
+        warnings.warn(
+            "ZClip was handed no parameters: an empty list, or a generator that was read before", stacklevel=3
+        )
     return parameters
 
 
@@ -74,8 +76,8 @@ def check_without_gradients(parameters: list[Tensor]) -> None:
         if getattr(parameter, "_post_accumulate_grad_hooks", None):
             raise RuntimeError(
                 "no parameter has a gradient, and parameters have post-accumulate-grad hooks: an optimizer that steps "
-                "inside backward() frees each gradient before the norm of all of them is known. ZClip can't clip there; "
-                "step the optimizer after backward()"
+                "inside backward() frees each gradient before the norm of all of them is known. ZClip can't clip so: "
+                "let the optimizer step after backward()"
             )
 
 

@@ -1,8 +1,8 @@
 """Sum of squares and scaling in torch ops, on any device: the same sums in the same order as ``csrc/norm_cpu.cpp``.
 
 A tensor is cut, in the order of its memory, into blocks of 64 chunks of 32 rows of 64 elements. The squares of a chunk
-are added up row by row in float32 to 64 sums, these are folded in half in float64 down to one; so are chunk sums to block
-sums, and these to the total. The result depends on the values and their order alone, not on threads or on who computes it.
+are added up row by row in float32 to 64 sums, these are folded in half in float64 down to one; so are chunk sums to
+block sums, and these to the total. The result depends on the values and their order alone, not on threads.
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ def scale_(tensors: Sequence[Tensor], scale: Tensor) -> None:
     if scale.device.type == "cpu" and scale.item() == 1.0:
         return
     for flat in _without_shared_memory([in_memory_order(tensor) for tensor in tensors]):
-        for part in flat.split(_ELEMENTS_AT_ONCE):
+        for begin in range(0, flat.numel(), _ELEMENTS_AT_ONCE):
+            part = flat[begin : begin + _ELEMENTS_AT_ONCE]
             product = part.to(torch.float64) * scale
             part.copy_(product if part.dtype == torch.float64 else product.to(torch.float32))
 

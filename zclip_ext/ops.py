@@ -1,4 +1,4 @@
-"""The three operations of a step, each on the whole list of gradients: compiled where there is an extension, else torch.
+"""The three operations of a step, each on all gradients at once: compiled where there is an extension, else torch.
 
 Both give the same bits. Nobody else asks which of them runs.
 """
@@ -32,7 +32,7 @@ class UnsupportedGradientError(TypeError):
         self.problem = problem
 
 
-# The gradients of a step: a list, or a handle of the extension, which spares a Python object for each. Both have a length.
+# The gradients of a step: a list, or a handle of the extension that spares a Python object for each. Both have len().
 Gradients: TypeAlias = Any
 
 
@@ -78,7 +78,6 @@ def decide_(sums: Tensor, state: Tensor, config: Tensor) -> Tensor:
     return record
 
 
-@torch.no_grad()
 def scale_(grads: Gradients, scale: Tensor) -> None:
     """Multiplies all gradients in place by ``scale``; on the CPU nothing is written at 1.0.
 
@@ -91,8 +90,14 @@ def scale_(grads: Gradients, scale: Tensor) -> None:
     """
     if scale.device.type == "cpu" and scale.item() == 1.0:
         return
-    if not isinstance(grads, list):
-        return _scale(grads, scale)
+    with torch.no_grad():
+        if isinstance(grads, list):
+            _scale_list(grads, scale)
+        else:
+            _scale(grads, scale)
+
+
+def _scale_list(grads: list[Tensor], scale: Tensor) -> None:
     targets = list({id(grad): _writable(grad) for grad in grads}.values())
     dense = [_dense(target) for target in targets]
     for place, group in _by_device(dense).items():

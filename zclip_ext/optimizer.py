@@ -25,16 +25,16 @@ class ZClipOptimizer(Optimizer):
         opt = ZClipOptimizer(torch.optim.AdamW(model.parameters(), lr=3e-3))
 
     It is a ``torch.optim.Optimizer`` for all that a run does with one: LR schedulers, ``GradScaler``, closures, hooks,
-    checkpoints. ``param_groups``, ``state`` and ``defaults`` are the inner optimizer's own. A step that ZClip leaves out
-    (not finite, or a spike with ``on_spike="skip"``) does not reach the inner optimizer, and
+    checkpoints. ``param_groups``, ``state`` and ``defaults`` are the inner optimizer's own. A step that ZClip leaves
+    out (not finite, or a spike with ``on_spike="skip"``) does not reach the inner optimizer, and
     :attr:`last_step_skipped` says so; a scheduler may step all the same.
 
     The statistics are saved as plain numbers under ``zclip_*`` keys of ``param_groups[0]``, which every kind of
-    checkpoint keeps. A checkpoint of the inner optimizer alone can be loaded, with fresh statistics; one of this wrapper
-    can be loaded into the inner optimizer alone, which ignores the keys.
+    checkpoint keeps. A checkpoint of the inner optimizer alone can be loaded, with fresh statistics; one of this
+    wrapper can be loaded into the inner optimizer alone, which ignores the keys.
 
     Args:
-        inner: the optimizer that does the step. One that evaluates a closure several times in a step (LBFGS) is refused.
+        inner: the optimizer that does the step. One that evaluates a closure several times (LBFGS) is refused.
         model: the module whose parameters the optimizer holds, for names in errors.
         config: a :class:`ZClipConfig`; or
         options: its fields by name.

@@ -1,7 +1,7 @@
 """The layout of the state and the ZClip rule in float64 torch ops, on any device and without a branch on a value.
 
-The same rule stands in ``csrc/zclip_rule.h``, in the same order of operations: the two agree bit for bit, except for the
-last bit of ``log`` and ``exp`` under ``log_space``. Without a compiler this one runs; with one it is the reference.
+The same rule stands in ``csrc/zclip_rule.h``, in the same order of operations: the two agree bit for bit, except for
+the last bit of ``log`` and ``exp`` under ``log_space``. Without a compiler this one runs; with one it is the reference.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ class ZClipWarning(UserWarning):
 
 
 class NonFiniteGradientError(FloatingPointError):
-    """A gradient held inf or NaN, and ``on_nonfinite`` or ``max_consecutive_skips`` says to stop. Nothing was changed."""
+    """A gradient held inf or NaN, and ``on_nonfinite`` or ``max_consecutive_skips`` says to stop. No weight changed."""
 
 
 def metrics(state: dict[str, float], config: ZClipConfig) -> dict[str, float]:
@@ -65,25 +65,26 @@ def warn_of_skip(grad_norm: float, skipped: int, is_spike: bool) -> None:
 
 
 class CapWatch:
-    """Warns once where ``max_grad_norm`` rather than the statistics decides most steps: a lower learning rate, unseen."""
+    """Warns once where ``max_grad_norm``, not the statistics, decides most steps: a lower learning rate, unseen."""
 
-    def __init__(self) -> None:
-        self._steps = 0.0
-        self._capped = 0.0
+    def __init__(self, max_grad_norm: float | None, steps: float, capped: float) -> None:
+        self._limit = max_grad_norm
+        self._steps = steps
+        self._capped = capped
         self._warned = False
 
     def is_due(self, steps: float) -> bool:
-        return not self._warned and steps - self._steps >= _CAP_WINDOW
+        return self._limit is not None and not self._warned and steps - self._steps >= _CAP_WINDOW
 
-    def look(self, state: dict[str, float], config: ZClipConfig) -> None:
-        if config.max_grad_norm is None or not self.is_due(state["steps"]):
+    def look(self, state: dict[str, float]) -> None:
+        if not self.is_due(state["steps"]):
             return
         rate = (state["capped"] - self._capped) / (state["steps"] - self._steps)
         self._steps, self._capped = state["steps"], state["capped"]
         if rate > 0.5:
             self._warned = True
             warnings.warn(
-                f"max_grad_norm={config.max_grad_norm:g} scaled down {rate:.0%} of the last steps (usual norm: "
+                f"max_grad_norm={self._limit:g} scaled down {rate:.0%} of the last steps (usual norm: "
                 f"{state['mean']:.4g}): it acts as a lower learning rate, not as protection from spikes. Raise it, or "
                 "set it to None",
                 ZClipWarning,
