@@ -140,11 +140,11 @@ class ZClip:
             TypeError: something else than parameters, or a gradient of an unsupported kind; names it.
         """
         parameters = gradients.parameters_of(model)
-        self._check_called_once(parameters)
+        self._check_called_once(_first_with_gradient(parameters))
         result = self.clip(parameters, model if isinstance(model, nn.Module) else None)
         if result.left_out:
             gradients.discard(parameters)
-        self._remember(parameters)
+        self._remember(_first_with_gradient(parameters))
         return result
 
     @torch._disable_dynamo  # type: ignore[attr-defined,untyped-decorator]
@@ -262,24 +262,27 @@ class ZClip:
         if parameters:
             self._warn_once("no gradient: was ZClip called before backward(), or after zero_grad()?")
 
-    def _check_called_once(self, parameters: list[Tensor]) -> None:
-        """The same gradients on unchanged weights: a call for each micro-batch, with partial sums as samples."""
-        if self._seen is not None:
-            parameter, grad, version = self._seen
-            known = parameter()
-            if known is not None and known.grad is not None and known.grad is grad() and known._version == version:
-                self._warn_once(
-                    "ZClip.step was called twice before the optimizer stepped. Call it once, after the last backward "
-                    "of the step: micro-batches that are clipped one by one bend the gradient and spoil the statistics"
-                )
+    def _check_called_once(self, parameter: Tensor | None) -> None:
+        """The same gradient on unchanged weights: a call for each micro-batch, with partial sums as samples."""
+        if self._seen is None or parameter is None:
+            return
+        before, grad, version = self._seen
+        if before() is parameter and grad() is parameter.grad and version == parameter._version:
+            self._warn_once(
+                "ZClip.step was called twice before the optimizer stepped. Call it once, after the last backward of the "
+                "step: micro-batches that are clipped one by one bend the gradient and spoil the statistics"
+            )
 
-    def _remember(self, parameters: list[Tensor]) -> None:
-        first = next((parameter for parameter in parameters if parameter.grad is not None), None)
+    def _remember(self, parameter: Tensor | None) -> None:
         self._seen = None
-        if first is not None:
-            self._seen = (weakref.ref(first), weakref.ref(first.grad), first._version)
+        if parameter is not None and parameter.grad is not None:
+            self._seen = (weakref.ref(parameter), weakref.ref(parameter.grad), parameter._version)
 
     def _warn_once(self, message: str) -> None:
         if message not in self._warned:
             self._warned.add(message)
             warnings.warn(message, telemetry.ZClipWarning, stacklevel=4)
+
+
+def _first_with_gradient(parameters: list[Tensor]) -> Tensor | None:
+    return next((parameter for parameter in parameters if parameter.grad is not None), None)
