@@ -7,7 +7,8 @@
 
 // One binary for every x86-64 machine: the loops are compiled for each level and the loader picks. The order of every
 // sum is written out below, so all levels give the same bits.
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && defined(__linux__)
+#if defined(ZCLIP_ISA)
+#elif defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && defined(__linux__)
 #if __GNUC__ >= 12
 #define ZCLIP_ISA __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #else

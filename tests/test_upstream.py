@@ -16,8 +16,8 @@ MODES = [
 
 
 def spiky_norms(rng, count):
-    """Noise of 5 % with spikes of all sizes. No lasting shift: after one the published variance decays to 0 and only eps,
-    which is absolute there and relative here, is left of it."""
+    """Noise of 5 % with spikes of all sizes. No lasting shift: after one the published variance decays to 0, and only
+    eps, which is absolute there and relative here, is left of it."""
     return [rng.gauss(1.0, 0.05) * (rng.choice([1.3, 2, 10, 300]) if rng.random() < 0.04 else 1) for _ in range(count)]
 
 

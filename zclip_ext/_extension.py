@@ -77,7 +77,7 @@ def load() -> ModuleType | None:
 
 def _brief(reason: Exception) -> str:
     lines = [line for line in str(reason).splitlines() if line.strip()]
-    telling = [line for line in lines if "error" in line.lower()] or lines or [type(reason).__name__]
+    telling = [line for line in lines if "error:" in line] or lines or [type(reason).__name__]
     return telling[0].strip()[:300]
 
 

@@ -22,15 +22,13 @@ _MAY_BE_INFINITE = {"last_grad_norm", "last_threshold"}
 def save(numbers: list[float], config: ZClipConfig) -> dict[str, float]:
     """All fields of the state by name, the version of the format, and ``log_space``, which says what the means are of.
 
-    Whole numbers are ints. Warm-up samples that ``robust_warmup`` still needs follow as ``warmup_norm_0`` and on.
+    Whole numbers are ints. The warm-up samples that ``robust_warmup`` keeps follow as ``warmup_norm_0`` and on. Which keys
+    there are depends on the options alone: flattened distributed checkpoints look for those of a fresh state.
     """
     fields = dict(zip(rule.STATE_FIELDS, numbers, strict=False))
     saved: dict[str, float] = {"version": VERSION, "log_space": int(config.log_space)}
     saved |= {name: value if name in _NOT_COUNTS else int(value) for name, value in fields.items()}
-    if config.robust_warmup and not fields["warm"]:
-        samples = numbers[len(rule.STATE_FIELDS) :][: int(fields["warmup_count"])]
-        saved |= {f"{_BUFFER}{index}": value for index, value in enumerate(samples)}
-    return saved
+    return saved | {f"{_BUFFER}{index}": value for index, value in enumerate(numbers[len(rule.STATE_FIELDS) :])}
 
 
 def load(saved: Mapping[str, Any], config: ZClipConfig) -> list[float]:
@@ -53,14 +51,12 @@ def load(saved: Mapping[str, Any], config: ZClipConfig) -> list[float]:
         raise ValueError(f"state_dict: unknown field {sorted(map(str, unknown))[0]!r}")
     if bool(in_logs) != config.log_space:
         _start_afresh(fields, "log_space is not what the checkpoint was saved with")
-    elif config.robust_warmup and not fields["warm"] and len(samples) != fields["warmup_count"]:
+    elif config.robust_warmup and not fields["warm"] and len(samples) < fields["warmup_count"]:
         _start_afresh(fields, "robust_warmup needs warm-up samples that the checkpoint doesn't hold")
     elif not fields["warm"] and fields["warmup_count"] >= config.warmup_steps:
         _start_afresh(fields, "warmup_steps is no more than the samples that the checkpoint holds")
-    buffer = [0.0] * rule.buffer_size(config)
-    if buffer and not fields["warm"]:
-        kept = [samples[f"{_BUFFER}{index}"] for index in range(int(fields["warmup_count"]))]
-        buffer[: len(kept)] = kept
+    kept = 0 if fields["warm"] else int(fields["warmup_count"])
+    buffer = [samples[f"{_BUFFER}{index}"] if index < kept else 0.0 for index in range(rule.buffer_size(config))]
     return [fields[name] for name in rule.STATE_FIELDS] + buffer
 
 

@@ -1,0 +1,188 @@
+"""How the extension is found and built, what happens without one, and that its kernels agree on every machine."""
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+import zclip_ext
+from zclip_ext import _extension, rule
+
+ROOT = Path(__file__).resolve().parent.parent
+REPORT = """
+import sys, warnings
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    import zclip_ext
+    ours = [str(w.message) for w in caught if "zclip_ext" in str(w.message)]
+print(zclip_ext.backend(), len(ours), "torch.utils.cpp_extension" in sys.modules, *ours, sep="|")
+"""
+
+
+def run(code=REPORT, *, path=ROOT, **environment):
+    """A new process that imports the package from `path`."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("ZCLIP_")}
+    variables = {**clean, "PYTHONPATH": str(path), **{name: str(value) for name, value in environment.items()}}
+    return subprocess.Popen(
+        [sys.executable, "-c", code],
+        env=variables,
+        cwd=path,  # which -c puts before PYTHONPATH
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def outcome(process):
+    out, error = process.communicate(timeout=300)
+    assert process.returncode == 0, error
+    return out.strip().split("|"), error
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    """A cache that four processes filled at the same time."""
+    folder = tmp_path_factory.mktemp("cache")
+    results = [outcome(process) for process in [run(TORCH_EXTENSIONS_DIR=folder) for _ in range(4)]]
+    assert [fields[:2] for fields, _ in results] == [["compiled", "0"]] * 4
+    assert sum("building its C++ extension" in error for _, error in results) == 1
+    assert sum("zclip_ext: built in" in error for _, error in results) == 1
+    return folder
+
+
+def test_a_later_import_builds_nothing(cache):
+    (name, warned, built_again), error = outcome(run(TORCH_EXTENSIONS_DIR=cache))
+    assert (name, warned, built_again, error) == ("compiled", "0", "False", "")
+
+
+def test_a_build_that_was_killed_leaves_nothing_in_the_way(cache, tmp_path):
+    # What a killed process leaves: the lock file, whose lock has gone with it, and half a build.
+    (key,) = (cache / "zclip_ext").iterdir()
+    left = tmp_path / "zclip_ext" / key.name
+    (left / "tmp123").mkdir(parents=True)
+    (left / "lock").touch()
+    (left / "tmp123" / "lock").touch()
+    fields, _ = outcome(run(TORCH_EXTENSIONS_DIR=tmp_path))
+    assert fields[0] == "compiled"
+
+
+def test_without_a_compiler_it_runs_in_torch(tmp_path):
+    no_compiler = {"PATH": str(tmp_path), "CXX": str(tmp_path / "none"), "TORCH_EXTENSIONS_DIR": tmp_path / "cache"}
+    fields, _ = outcome(run(**no_compiler))
+    assert fields[:2] == ["torch", "1"]
+    assert "could not be loaded" in fields[3]
+    assert "Remedy: install a C++17 compiler" in fields[3]
+    quiet, _ = outcome(run(ZCLIP_BACKEND="torch", **no_compiler))
+    assert quiet[:2] == ["torch", "0"]
+    process = run(ZCLIP_BACKEND="compiled", **no_compiler)
+    _, error = process.communicate(timeout=300)
+    assert process.returncode != 0
+    assert "ImportError: ZCLIP_BACKEND=compiled, but the extension could not be loaded" in error
+
+
+def test_a_build_that_fails_is_told_with_its_reason(tmp_path):
+    for name in ("zclip_ext", "csrc"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+    (tmp_path / "csrc" / "norm_cpu.cpp").write_text("this is no C++\n")
+    fields, _ = outcome(run(path=tmp_path, TORCH_EXTENSIONS_DIR=tmp_path / "cache"))
+    assert fields[:2] == ["torch", "1"]
+    assert "norm_cpu.cpp:1:1: error: " in fields[3]
+
+
+def test_the_backend_is_one_of_two():
+    process = run(ZCLIP_BACKEND="cuda")
+    _, error = process.communicate(timeout=300)
+    assert "ValueError: ZCLIP_BACKEND: got 'cuda', allowed is 'compiled', 'torch' or unset" in error
+
+
+def test_a_cache_that_cannot_be_written_is_not_used(tmp_path, monkeypatch):
+    monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "deep" / "cache"))
+    assert _extension._cache_folder() == tmp_path / "deep" / "cache" / "zclip_ext"
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    assert _extension._cache_folder().name == f"zclip_ext-{os.getuid()}"
+
+
+def test_a_binary_of_other_sources_is_refused():
+    layout = [list(rule.CONFIG_FIELDS), list(rule.STATE_FIELDS)[1:], list(rule.RECORD_FIELDS)]
+    with pytest.raises(ImportError, match="built from other sources"):
+        _extension._checked(SimpleNamespace(layout=lambda: layout, __file__="old.so"))
+
+
+def build_wheel(tmp_path, **environment):
+    source = tmp_path / "source"
+    wanted = ("zclip_ext", "csrc", "pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE")
+    source.mkdir()
+    for name in wanted:
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy2
+        copy(ROOT / name, source / name)
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--quiet",
+        "--no-deps",
+        "--no-build-isolation",
+        "-w",
+        tmp_path,
+        source,
+    ]
+    result = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr + result.stdout
+    (wheel,) = tmp_path.glob("zclip_ext-*.whl")
+    zipfile.ZipFile(wheel).extractall(tmp_path / "installed")
+    return wheel, tmp_path / "installed"
+
+
+def test_a_plain_wheel_needs_no_torch_and_ships_the_sources(cache, tmp_path):
+    (tmp_path / "blocked").mkdir()
+    (tmp_path / "blocked" / "torch.py").write_text("raise ImportError('no torch at build time')\n")
+    wheel, installed = build_wheel(tmp_path, PYTHONPATH=str(tmp_path / "blocked"), ZCLIP_PREBUILD="0")
+    assert wheel.name.endswith("py3-none-any.whl")
+    assert {path.name for path in (installed / "zclip_ext" / "csrc").iterdir()} >= {"bindings.cpp", "zclip_rule.h"}
+    # The same sources, so the binary in the cache is its own.
+    fields, _ = outcome(run(path=installed, TORCH_EXTENSIONS_DIR=cache))
+    assert fields[:3] == ["compiled", "0", "False"]
+
+
+def test_a_prebuilt_wheel_needs_no_compiler(tmp_path):
+    wheel, installed = build_wheel(tmp_path, ZCLIP_PREBUILD="1")
+    assert platform.machine() in wheel.name
+    fields, error = outcome(
+        run(path=installed, PATH=str(tmp_path), CXX=str(tmp_path / "none"), TORCH_EXTENSIONS_DIR=tmp_path / "cache")
+    )
+    assert (fields[:3], error) == (["compiled", "0", "False"], "")
+
+
+def compile_and_run(folder, *flags):
+    binary = folder / "norm_bits"
+    sources = [ROOT / "tests" / "csrc" / "norm_bits.cpp", ROOT / "csrc" / "norm_cpu.cpp"]
+    common = ["-std=c++17", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror", "-fopenmp", f"-I{ROOT / 'csrc'}"]
+    compiler = os.environ.get("CXX", "c++")
+    subprocess.run([compiler, *common, *flags, *sources, "-o", binary], check=True, timeout=120)
+    result = subprocess.run([binary], capture_output=True, text=True, timeout=120, env={**os.environ, "LD_PRELOAD": ""})
+    assert result.returncode == 0, result.stderr[-3000:]
+    return result.stdout
+
+
+def test_all_instruction_sets_give_the_same_bits(tmp_path):
+    picked_at_run_time = compile_and_run(tmp_path, "-O3")
+    assert picked_at_run_time.count("\n") > 100
+    assert compile_and_run(tmp_path, "-O1", "-DZCLIP_ISA=") == picked_at_run_time
+    if platform.machine() == "x86_64":
+        assert compile_and_run(tmp_path, "-O3", "-DZCLIP_ISA=", "-march=haswell") == picked_at_run_time
+
+
+def test_kernels_are_clean_under_sanitizers(tmp_path):
+    compile_and_run(tmp_path, "-O1", "-g", "-DZCLIP_ISA=", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+
+
+def test_backend_is_told():
+    assert zclip_ext.backend() == "compiled"
