@@ -1,46 +1,14 @@
-"""ZClipOptimizer as a torch.optim.Optimizer: cases C of the field (tests/cases.md) and what else a run does with one."""
-
-import copy
-import io
-import pickle
+"""ZClipOptimizer as a torch.optim.Optimizer: cases C of the field (tests/cases.md) and what else a run needs of one."""
 
 import pytest
 import torch
 from helpers import parameter, set_norm, usual_norms
+from networks import adamw, assert_same, loss_of, model, train, weights
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import zclip_ext
 from zclip_ext import ZClipOptimizer
-
-
-def model(seed=0):
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
-
-
-def loss_of(net, seed, scale=1.0):
-    batch = torch.randn(5, 8, generator=torch.Generator().manual_seed(seed))
-    return scale * net(batch).square().mean()
-
-
-def train(net, optimizer, steps, spikes=()):
-    for index in steps:
-        optimizer.zero_grad()
-        loss_of(net, index, 30.0 if index in spikes else 1.0).backward()
-        optimizer.step()
-
-
-def adamw(net, **options):
-    return ZClipOptimizer(torch.optim.AdamW(net.parameters(), lr=1e-2), **options)
-
-
-def weights(net):
-    return [p.detach().clone() for p in net.parameters()]
-
-
-def assert_same(first, second):
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 def test_without_spikes_it_is_the_inner_optimizer():
@@ -162,20 +130,6 @@ def test_live_properties():
     assert optimizer.inner.state == optimizer.inner.defaults == {"a": 1}
 
 
-def test_p29_pickle_and_deepcopy():
-    for duplicate in (copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))):
-        net = model()
-        optimizer = adamw(net, warmup_steps=10)
-        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1.0)  # patches step on the instance
-        train(net, optimizer, range(15))
-        other_net, other = duplicate((net, optimizer))
-        assert other.zclip.state_dict() == optimizer.zclip.state_dict()
-        for pair in ((net, optimizer), (other_net, other)):
-            train(*pair, range(15, 25), spikes={18})
-        assert_same(weights(net), weights(other_net))
-        assert other.zclip.state_dict() == optimizer.zclip.state_dict()
-
-
 def test_p29_no_endless_delegation():
     empty = ZClipOptimizer.__new__(ZClipOptimizer)
     for name in ("inner", "anything", "__deepcopy__"):
@@ -192,91 +146,6 @@ def test_what_an_inner_optimizer_has_beyond_torch_is_reached():
     assert optimizer.train_mode() == "on"
     with pytest.raises(AttributeError, match="no attribute 'eval_mode'"):
         optimizer.eval_mode()
-
-
-def saved_and_loaded(state):
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
-
-
-@pytest.mark.parametrize("at", [1, 13, 24, 25, 26, 37])
-@pytest.mark.parametrize("options", [{}, {"robust_warmup": True, "log_space": True}])
-def test_a_resumed_run_is_the_uninterrupted_run(at, options):
-    whole = model()
-    optimizer = adamw(whole, **options)
-    train(whole, optimizer, range(60), spikes={10, 36, 37, 50})
-
-    first = model()
-    first_optimizer = adamw(first, **options)
-    train(first, first_optimizer, range(at), spikes={10, 36, 37, 50})
-    state = saved_and_loaded({"model": first.state_dict(), "optimizer": first_optimizer.state_dict()})
-    second = model(seed=1)
-    resumed = adamw(second, **options)
-    second.load_state_dict(state["model"])
-    resumed.load_state_dict(state["optimizer"])
-    train(second, resumed, range(at, 60), spikes={10, 36, 37, 50})
-    assert_same(weights(whole), weights(second))
-    assert resumed.zclip.state_dict() == optimizer.zclip.state_dict()
-    assert resumed.zclip.metrics() == optimizer.zclip.metrics()
-
-
-def test_p30_states_are_plain_numbers_in_the_first_group():
-    net = model()
-    optimizer = adamw(net)
-    train(net, optimizer, range(30))
-    group = optimizer.state_dict()["param_groups"][0]
-    numbers = {key: value for key, value in group.items() if key.startswith("zclip_")}
-    assert all(type(value) in (int, float) for value in numbers.values())
-    assert numbers["zclip_samples"] == 30
-
-
-def test_p30_an_inner_state_starts_fresh_statistics():
-    net, other = model(), model()
-    plain = torch.optim.AdamW(net.parameters(), lr=1e-2)
-    train(net, plain, range(5))
-    optimizer = adamw(other)
-    train(other, optimizer, range(40))
-    with pytest.warns(zclip_ext.ZClipWarning, match="start afresh"):
-        optimizer.load_state_dict(saved_and_loaded(plain.state_dict()))
-    assert optimizer.zclip.state_dict()["steps"] == 0
-    assert optimizer.state_dict()["param_groups"][0]["zclip_steps"] == 0
-    other.load_state_dict(net.state_dict())
-    train(other, optimizer, range(5, 8))
-    train(net, plain, range(5, 8))
-    assert_same(weights(net), weights(other))
-
-
-def test_p30_a_wrapper_state_goes_into_the_inner_optimizer():
-    net, other = model(), model()
-    optimizer = adamw(net)
-    train(net, optimizer, range(5))
-    plain = torch.optim.AdamW(other.parameters(), lr=1e-2)
-    plain.load_state_dict(saved_and_loaded(optimizer.state_dict()))
-    other.load_state_dict(net.state_dict())
-    train(net, optimizer, range(5, 8))
-    train(other, plain, range(5, 8))
-    assert_same(weights(net), weights(other))
-
-
-def test_a_bad_state_changes_nothing():
-    net = model()
-    optimizer = adamw(net)
-    train(net, optimizer, range(30))
-    before = copy.deepcopy(optimizer.state_dict())
-    bad = copy.deepcopy(before)
-    bad["param_groups"][0]["zclip_var"] = -1.0
-    bad["param_groups"][0]["lr"] = 77.0
-    with pytest.raises(ValueError, match="'var'.*-1.0"):
-        optimizer.load_state_dict(bad)
-    fewer = copy.deepcopy(before)
-    fewer["param_groups"][0]["params"] = [0]
-    fewer["param_groups"][0]["zclip_steps"] = 77
-    with pytest.raises(ValueError, match="param"):
-        optimizer.load_state_dict(fewer)
-    after = optimizer.state_dict()
-    assert after["param_groups"] == before["param_groups"]
 
 
 def test_p32_groups_that_are_added_are_clipped():
@@ -434,31 +303,6 @@ def test_hooks():
     assert order == [("before", True), "global", "inner", ("after", True)]
     optimizer.register_state_dict_post_hook(lambda opt, state: state.update(extra=1))
     assert optimizer.state_dict()["extra"] == 1
-
-
-@pytest.mark.parametrize("flatten", [False, True])
-@pytest.mark.parametrize("robust", [False, True])
-def test_distributed_checkpoint_state_dicts(flatten, robust):
-    from torch.distributed.checkpoint.state_dict import (
-        StateDictOptions,
-        get_optimizer_state_dict,
-        set_optimizer_state_dict,
-    )
-
-    options = StateDictOptions(flatten_optimizer_state_dict=flatten)
-    whole, net, other = model(), model(), model()
-    straight = adamw(whole, robust_warmup=robust)
-    train(whole, straight, range(40), spikes={30})
-    optimizer = adamw(net, robust_warmup=robust)
-    train(net, optimizer, range(20))
-    state = get_optimizer_state_dict(net, optimizer, options=options)
-    state = saved_and_loaded(state)
-    resumed = adamw(other, robust_warmup=robust)
-    other.load_state_dict(net.state_dict())
-    set_optimizer_state_dict(other, resumed, state, options=options)
-    assert resumed.zclip.state_dict() == optimizer.zclip.state_dict()
-    train(other, resumed, range(20, 40), spikes={30})
-    assert_same(weights(whole), weights(other))
 
 
 @pytest.mark.parametrize("what", ["step", "loop"])

@@ -22,8 +22,8 @@ _MAY_BE_INFINITE = {"last_grad_norm", "last_threshold"}
 def save(numbers: list[float], config: ZClipConfig) -> dict[str, float]:
     """All fields of the state by name, the version of the format, and ``log_space``, which says what the means are of.
 
-    Whole numbers are ints. The warm-up samples that ``robust_warmup`` keeps follow as ``warmup_norm_0`` and on. Which keys
-    there are depends on the options alone: flattened distributed checkpoints look for those of a fresh state.
+    Whole numbers are ints. The warm-up samples that ``robust_warmup`` keeps follow as ``warmup_norm_0`` and on. Which
+    keys there are depends on the options alone: flattened distributed checkpoints look for those of a fresh state.
     """
     fields = dict(zip(rule.STATE_FIELDS, numbers, strict=False))
     saved: dict[str, float] = {"version": VERSION, "log_space": int(config.log_space)}
