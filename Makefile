@@ -28,12 +28,12 @@ lint: venv
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/ruff format --check $(SOURCES)
 	$(BIN)/mypy
-	$(BIN)/clang-format --dry-run --Werror csrc/*
+	$(BIN)/clang-format --dry-run --Werror csrc/* tests/csrc/*
 
 format: venv
 	$(BIN)/ruff check --fix $(SOURCES)
 	$(BIN)/ruff format $(SOURCES)
-	$(BIN)/clang-format -i csrc/*
+	$(BIN)/clang-format -i csrc/* tests/csrc/*
 
 clean:
 	rm -rf $(VENV) build dist runs *.egg-info

@@ -38,9 +38,10 @@ class ZClip:
         self._numbers = torch.tensor(rule.config_numbers(self.config), dtype=torch.float64)
         self._warned: set[str] = set()
         self._seen: tuple[Any, ...] | None = None
-        self._start_from(rule.new_state(self.config))
+        self.start_from(rule.new_state(self.config))
 
-    def _start_from(self, numbers: list[float]) -> None:
+    def start_from(self, numbers: list[float]) -> None:
+        """Takes a whole state, as :mod:`zclip_ext.checkpoint` loads it."""
         self._state = torch.tensor(numbers, dtype=torch.float64)
         fields = self._fields()
         self._steps = fields["steps"]  # the state's, known without asking the device
@@ -142,11 +143,11 @@ class ZClip:
         Raises:
             ValueError: a field is missing, unknown or impossible; the error names it.
         """
-        self._start_from(checkpoint.load(state_dict, self.config))
+        self.start_from(checkpoint.load(state_dict, self.config))
 
     def reset(self) -> None:
         """Forgets all statistics and counters; the next step is the first of a warm-up."""
-        self._start_from(rule.new_state(self.config))
+        self.start_from(rule.new_state(self.config))
 
     def __repr__(self) -> str:
         default = ZClipConfig().to_dict()

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from . import checkpoint, rule
 from .clipper import ZClip
 from .config import ZClipConfig
 from .telemetry import ZClipWarning
@@ -118,14 +119,13 @@ class ZClipOptimizer(Optimizer):
             for key, value in state_dict["param_groups"][0].items()
             if isinstance(key, str) and key.startswith(_PREFIX)
         }
-        clip = ZClip(self.zclip.config)
-        if saved:
-            clip.load_state_dict(saved)
-        else:
+        config = self.zclip.config
+        numbers = checkpoint.load(saved, config) if saved else rule.new_state(config)
+        if not saved:
             message = "the checkpoint holds no ZClip statistics: they start afresh, with a warm-up"
             warnings.warn(message, ZClipWarning, stacklevel=2)
         self.inner.load_state_dict(state_dict)
-        self.zclip = clip
+        self.zclip.start_from(numbers)
         self._publish()
 
     def _parameters(self) -> list[Tensor]:
