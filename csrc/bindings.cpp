@@ -5,6 +5,7 @@
 #include <cstring>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "norm_cpu.h"
@@ -60,7 +61,7 @@ bool as_segment(const c10::TensorImpl& tensor, zclip::Segment* segment) {
     }
     segment->size = parts * tensor.numel();
     segment->data = const_cast<void*>(tensor.data());
-    return true;
+    return segment->data != nullptr || segment->size == 0;  // autograd's zero tensors have no memory
 }
 
 // A set of addresses, open-addressed: one look at each of thousands of small tensors must not cost more than the
@@ -152,9 +153,14 @@ void local_sumsq(const Gradients& grads, const py::handle& out, int threads) {
 }
 
 void scale(const Gradients& grads, double factor, int threads) {
-    for (const auto& tensor : grads.tensors) tensor->bump_version();
+    std::vector<zclip::Segment> segments(grads.tensors.size());
+    for (size_t i = 0; i < segments.size(); ++i) {
+        grads.tensors[i]->bump_version();
+        grads.tensors[i]->mutable_data();  // memory that is shared until somebody writes becomes the tensor's own
+        as_segment(*grads.tensors[i], &segments[i]);
+    }
     py::gil_scoped_release without_gil;
-    zclip::scale_cpu(grads.segments, factor, threads);
+    zclip::scale_cpu(std::move(segments), factor, threads);
 }
 
 void decide(const py::handle& sums, const py::handle& state, const py::handle& config, const py::handle& record) {
@@ -176,6 +182,9 @@ std::vector<std::vector<std::string>> layout() {
 
 }  // namespace
 
+#define ZCLIP_TEXT(word) ZCLIP_TEXT_OF(word)
+#define ZCLIP_TEXT_OF(word) #word
+
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     py::class_<Gradients>(m, "Gradients", py::module_local()).def("__len__", [](const Gradients& grads) {
         return grads.tensors.size();
@@ -185,4 +194,5 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     m.def("scale", &scale);
     m.def("decide", &decide);
     m.def("layout", &layout);
+    m.attr("fingerprint") = ZCLIP_TEXT(ZCLIP_FINGERPRINT);
 }

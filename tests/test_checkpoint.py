@@ -133,7 +133,7 @@ def test_reset_forgets_all():
 def test_metrics_have_the_documented_keys():
     documented = {"grad_norm", "clipped_norm", "threshold", "z_score", "mean", "std", "scale", "steps", "samples"}
     documented |= {"spikes", "capped", "clip_rate", "cap_rate", "rebaselined", "skipped", "nonfinite", "zero_norm"}
-    documented |= {"consecutive_skips", "elevated_run"}
+    documented |= {"consecutive_skips", "elevated_run", "clipped"}
     assert set(ZClip().metrics()) == documented
 
 

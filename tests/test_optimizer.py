@@ -43,6 +43,19 @@ def test_p36_lbfgs_is_refused():
         ZClipOptimizer(torch.optim.LBFGS([parameter([1.0])]))
 
 
+def test_further_arguments_reach_the_inner_step():
+    class Scaled(torch.optim.SGD):
+        def step(self, closure=None, factor=1.0, *, shift=0.0):
+            self.seen = (closure, factor, shift)
+
+    inner = Scaled([parameter([1.0])], lr=0.1)
+    optimizer = ZClipOptimizer(inner)
+    assert optimizer.step(lambda: 3.0, 2.0, shift=5.0) == 3.0
+    assert inner.seen == (None, 2.0, 5.0)
+    assert optimizer.step(closure=lambda: 4.0) == 4.0
+    assert inner.seen == (None, 1.0, 0.0)
+
+
 def test_a_wrapper_is_not_wrapped():
     net = model()
     with pytest.raises(TypeError, match="clips already"):
@@ -208,6 +221,9 @@ def test_p35_an_optimizer_inside_backward_is_refused():
         p.register_post_accumulate_grad_hook(step_now)
     optimizer = adamw(net)
     loss_of(net, 0).backward()
+    with pytest.warns(zclip_ext.ZClipWarning, match="no gradient"):  # so far it may be a step without any
+        optimizer.step()
+    loss_of(net, 1).backward()
     with pytest.raises(RuntimeError, match="steps inside backward"):
         optimizer.step()
 
@@ -216,7 +232,11 @@ def test_hooks_that_only_look_are_no_trouble():
     net, seen = model(), []
     for p in net.parameters():
         p.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.norm()))
-    train(net, adamw(net), range(2))
+    optimizer = adamw(net)
+    with pytest.warns(zclip_ext.ZClipWarning, match="no gradient"):
+        optimizer.step()  # as some do before their scheduler's first step
+    optimizer.step()
+    train(net, optimizer, range(2))
     assert len(seen) == 8
 
 
@@ -285,6 +305,8 @@ def test_p40_gradients_are_not_parameters(backend):
         zclip_ext.ZClip().step([torch.ones(3)])
     with pytest.raises(TypeError, match=r"parameters\[1\]: got float, expected a torch.nn.Parameter"):
         zclip_ext.ZClip().step([parameter([1.0]), 2.0])
+    with pytest.raises(TypeError, match=r"parameters\[0\]: got dict"):
+        zclip_ext.ZClip().step([{"params": []}])
     with pytest.raises(TypeError, match="model: got int"):
         zclip_ext.ZClip().step(3)
 
@@ -301,6 +323,8 @@ def test_hooks():
     finally:
         everywhere.remove()
     assert order == [("before", True), "global", "inner", ("after", True)]
+    optimizer.register_step_pre_hook(lambda opt, args, kwargs: ((opt, lambda: 7.0), kwargs))
+    assert optimizer.step() == 7.0  # a hook may replace the arguments, as torch's may
     optimizer.register_state_dict_post_hook(lambda opt, state: state.update(extra=1))
     assert optimizer.state_dict()["extra"] == 1
 

@@ -6,7 +6,14 @@ import pickle
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from networks import adamw, assert_same, model, train, weights
+from torch.distributed.checkpoint import DefaultLoadPlanner
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
 import zclip_ext
 
@@ -93,6 +100,12 @@ def test_p30_a_wrapper_state_goes_into_the_inner_optimizer():
     assert_same(weights(net), weights(other))
 
 
+@pytest.mark.parametrize("state", [{}, {"state": {}, "param_groups": []}, None])
+def test_what_is_no_state_is_refused(state):
+    with pytest.raises(ValueError, match="state_dict: got no 'param_groups'"):
+        adamw(model()).load_state_dict(state)
+
+
 def test_a_bad_state_changes_nothing():
     net = model()
     optimizer = adamw(net)
@@ -115,12 +128,6 @@ def test_a_bad_state_changes_nothing():
 @pytest.mark.parametrize("flatten", [False, True])
 @pytest.mark.parametrize("robust", [False, True])
 def test_distributed_checkpoint_state_dicts(flatten, robust):
-    from torch.distributed.checkpoint.state_dict import (
-        StateDictOptions,
-        get_optimizer_state_dict,
-        set_optimizer_state_dict,
-    )
-
     options = StateDictOptions(flatten_optimizer_state_dict=flatten)
     whole, net, other = model(), model(), model()
     straight = adamw(whole, robust_warmup=robust)
@@ -135,3 +142,29 @@ def test_distributed_checkpoint_state_dicts(flatten, robust):
     assert resumed.zclip.state_dict() == optimizer.zclip.state_dict()
     train(other, resumed, range(20, 40), spikes={30})
     assert_same(weights(whole), weights(other))
+
+
+@pytest.mark.parametrize("flatten", [False, True])
+@pytest.mark.parametrize("saved_from", ["wrapper", "inner"])
+@pytest.mark.parametrize("loaded_into", ["wrapper", "inner"])
+def test_distributed_checkpoints_on_disk(tmp_path, saved_from, loaded_into, flatten):
+    options = StateDictOptions(flatten_optimizer_state_dict=flatten)
+
+    def optimizer_of(net, kind):
+        return adamw(net) if kind == "wrapper" else torch.optim.AdamW(net.parameters(), lr=1e-2)
+
+    first, second = model(), model()
+    saved, loaded = optimizer_of(first, saved_from), optimizer_of(second, loaded_into)
+    train(first, saved, range(10))
+    dcp.save({"optimizer": get_optimizer_state_dict(first, saved, options=options)}, checkpoint_id=tmp_path)
+    # A live wrapper has keys that a checkpoint of the inner optimizer alone lacks.
+    partial = saved_from == "inner" and loaded_into == "wrapper"
+    state = {"optimizer": get_optimizer_state_dict(second, loaded, options=options)}
+    dcp.load(state, checkpoint_id=tmp_path, planner=DefaultLoadPlanner(allow_partial_load=partial))
+    set_optimizer_state_dict(second, loaded, state["optimizer"], options=options)
+    second.load_state_dict(first.state_dict())
+    if loaded_into == "wrapper":
+        assert loaded.zclip.metrics()["samples"] == (10 if saved_from == "wrapper" else 0)
+    train(first, saved, range(10, 13))
+    train(second, loaded, range(10, 13))
+    assert_same(weights(first), weights(second))

@@ -273,3 +273,21 @@ def test_p20_the_weights_move_by_the_clipped_gradient(backend):
     optimizer.step()
     assert float(optimizer.zclip.last) == 10.0
     assert p.detach().norm().item() == pytest.approx(1.0, rel=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(2,), (3, 1), (0,)])
+def test_decide_takes_one_number(backend, shape):
+    with pytest.raises(ValueError, match="grad_norm: got a tensor of shape"):
+        zclip_ext.ZClip().decide(torch.ones(shape))
+    assert float(zclip_ext.ZClip().decide(torch.full((1, 1), 3.0))) == 3.0
+
+
+def test_no_graph_is_kept(backend):
+    p = nn.Parameter(torch.ones(3))
+    (gradient,) = torch.autograd.grad((p**3).sum(), p, create_graph=True)
+    p.grad = gradient
+    zclip = zclip_ext.ZClip(max_grad_norm=1.0)
+    result = zclip.step([p])
+    assert not result.record.requires_grad
+    assert not zclip._state.requires_grad
+    assert not zclip.decide(gradient.norm()).record.requires_grad

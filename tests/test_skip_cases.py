@@ -1,6 +1,7 @@
 """Cases B of the field: what a step that is left out must mean."""
 
 import math
+import warnings
 
 import pytest
 import torch
@@ -24,6 +25,15 @@ def test_p22_skips_are_never_silent(backend):
         for _ in range(5):
             set_norm([p], math.nan)
             zclip.step([p])
+
+
+def test_p22_each_tracker_speaks_for_itself():
+    for _ in range(2):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("default")
+            for zclip in (zclip_ext.ZClip(), zclip_ext.ZClip()):
+                zclip.decide(math.nan)
+        assert [w.filename for w in caught] == [__file__] * 2
 
 
 def test_p23_a_skip_at_the_first_step_returns_as_any_other():

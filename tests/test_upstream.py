@@ -69,3 +69,6 @@ def test_the_same_call_and_a_float():
     result = zclip_ext.ZClip(mode="zscore", clip_option="adaptive_scaling").step(model)
     assert f"{result:.3f}" == "2.000"
     assert float(result) == pytest.approx(2.0, rel=1e-6)
+    assert result > 1.5
+    assert result <= 2.1
+    assert (round(result, 3), round(result.item(), 3), "%.1f" % result) == (2.0, 2.0, "2.0")  # noqa: UP031

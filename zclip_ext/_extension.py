@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import importlib.util
 import os
@@ -21,11 +22,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-NAME = "_C"
-REMEDY = (
-    "install a C++17 compiler (g++) and ninja for the compiled one, or set ZCLIP_BACKEND=torch to choose this one "
-    "without a warning"
-)
+NAME = "_zclip_C"
 
 _PACKAGE = Path(__file__).resolve().parent
 _SOURCES = ("bindings.cpp", "norm_cpu.cpp")
@@ -38,13 +35,14 @@ def source_folder() -> Path:
 
 
 def build_parameters() -> dict[str, Any]:
-    """What both setup.py and the build on first import hand to torch's build helpers."""
+    """What both setup.py and the build on first import hand to torch's build helpers. Imports torch."""
     folder = source_folder()
     compile_args = ["-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-g0", "-Wall", "-Wextra"]
+    compile_args.append(f"-DZCLIP_FINGERPRINT={_fingerprint()}")
     link_args = []
-    openmp = _torch_openmp()
+    openmp = _openmp_of_torch()
     if openmp is not None:
-        # Torch's own OpenMP library, so that its threads are used and no second pool is made.
+        # The library that torch has loaded, so that its threads are used and no second pool is made.
         compile_args.append("-fopenmp")
         link_args += [f"-L{openmp.parent}", f"-l:{openmp.name}"]
     return {
@@ -66,12 +64,16 @@ def load() -> ModuleType | None:
     if wanted == "torch":
         return None
     try:
-        return _checked(_prebuilt() or _built())
+        return _prebuilt() or _built()
     except Exception as reason:
-        text = f"zclip_ext runs in pure torch: its compiled extension could not be loaded ({_brief(reason)})"
         if wanted == "compiled":
             raise ImportError(f"ZCLIP_BACKEND=compiled, but the extension could not be loaded: {reason}") from reason
-        warnings.warn(f"{text}; results are the same, steps are slower. Remedy: {REMEDY}.", stacklevel=2)
+        warnings.warn(
+            f"zclip_ext runs in pure torch: its compiled extension could not be loaded ({_brief(reason)}); results are "
+            "the same, steps are slower. Remedy: install a C++ compiler (g++) and ninja, or set ZCLIP_BACKEND=torch to "
+            "choose this without a warning.",
+            stacklevel=2,
+        )
         return None
 
 
@@ -81,14 +83,19 @@ def _brief(reason: Exception) -> str:
     return telling[0].strip()[:300]
 
 
-def _checked(module: ModuleType) -> ModuleType:
-    """Refuses a binary whose layout of the state isn't this package's."""
-    from . import rule
+def _from_file(path: Path) -> ModuleType | None:
+    """The module in a file; None where the file was built from other sources, for another torch, or doesn't load."""
+    import torch  # noqa: F401  (the libraries that the extension links to)
 
-    expected = [list(rule.CONFIG_FIELDS), list(rule.STATE_FIELDS), list(rule.RECORD_FIELDS)]
-    if module.layout() != expected:
-        raise ImportError(f"{module.__file__} was built from other sources than this zclip_ext; build it again")
-    return module
+    spec = importlib.util.spec_from_file_location(f"zclip_ext.{NAME}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    try:
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    except ImportError:
+        return None
+    return module if module.fingerprint == _fingerprint() else None
 
 
 def _prebuilt() -> ModuleType | None:
@@ -96,27 +103,17 @@ def _prebuilt() -> ModuleType | None:
     return _from_file(path) if path.exists() else None
 
 
-def _from_file(path: Path) -> ModuleType:
-    import torch  # noqa: F401  (the libraries that the extension links to)
-
-    spec = importlib.util.spec_from_file_location(f"zclip_ext.{NAME}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def _built() -> ModuleType:
     """From the cache, or built into it: by one process, while others that import at the same time wait for it."""
-    folder = _cache_folder() / _key()
+    folder = _cache_folder()
     binary = folder / f"{NAME}.so"
-    if not binary.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        with _one_at_a_time(folder / "lock"):
-            if not binary.exists():
-                return _build(binary)
-    return _from_file(binary)
+    module = _from_file(binary) if binary.exists() else None
+    if module is not None:
+        return module
+    with _one_at_a_time(folder / "lock"):
+        # Another process may have built it by now. One that is there and doesn't load is built again.
+        module = _from_file(binary) if binary.exists() else None
+        return module if module is not None else _build(binary)
 
 
 def _build(binary: Path) -> ModuleType:
@@ -124,8 +121,8 @@ def _build(binary: Path) -> ModuleType:
 
     print(f"zclip_ext: building its C++ extension, once, into {binary.parent} ...", file=sys.stderr, flush=True)
     start = time.perf_counter()
-    with tempfile.TemporaryDirectory(dir=binary.parent) as scratch:
-        parameters = build_parameters()
+    parameters = build_parameters()
+    with tempfile.TemporaryDirectory(dir=binary.parent) as scratch, _ninja_on_path():
         module: ModuleType = cpp_extension.load(
             name=NAME,
             sources=parameters["sources"],
@@ -140,6 +137,17 @@ def _build(binary: Path) -> ModuleType:
 
 
 @contextlib.contextmanager
+def _ninja_on_path() -> Iterator[None]:
+    """ninja is a dependency, but its script is found only where the environment is activated."""
+    before = os.environ.get("PATH", "")
+    os.environ["PATH"] = os.pathsep.join([before, sysconfig.get_path("scripts")])
+    try:
+        yield
+    finally:
+        os.environ["PATH"] = before
+
+
+@contextlib.contextmanager
 def _one_at_a_time(path: Path) -> Iterator[None]:
     import fcntl
 
@@ -151,39 +159,54 @@ def _one_at_a_time(path: Path) -> Iterator[None]:
 
 
 def _cache_folder() -> Path:
-    """TORCH_EXTENSIONS_DIR where set, as for any extension of torch; else the user's cache, else a temporary folder."""
-    if root := os.environ.get("TORCH_EXTENSIONS_DIR"):
-        return Path(root) / "zclip_ext"
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    existing = next(path for path in (home, *home.parents) if path.exists())
-    if os.access(existing, os.W_OK):
-        return home / "zclip_ext"
-    return Path(tempfile.gettempdir()) / f"zclip_ext-{os.getuid()}"
+    """This build's folder, which can be written: in TORCH_EXTENSIONS_DIR where set, as for any extension of torch; else
+    in the user's cache; else a new one for this process alone.
+    """
+    root = os.environ.get("TORCH_EXTENSIONS_DIR") or os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    folder = Path(root) / "zclip_ext" / _key()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if (folder / f"{NAME}.so").exists():
+            return folder
+        with open(folder / "lock", "a"):
+            return folder
+    except OSError:
+        # Not a fixed name in a folder that others can write to: they could lay their own binary there.
+        return Path(tempfile.mkdtemp(prefix="zclip_ext-"))
 
 
 def _key() -> str:
     """Names a build by all that it depends on."""
+    parameters = build_parameters()
+    flags = parameters["extra_compile_args"] + parameters["extra_link_args"]
+    choices = (flags, os.environ.get("CXX", ""), sysconfig.get_config_var("EXT_SUFFIX"), platform.machine())
+    return f"{_fingerprint()}-{hashlib.sha256(repr(choices).encode()).hexdigest()[:8]}"
+
+
+@functools.cache
+def _fingerprint() -> str:
+    """The sources and the torch that a binary is for; compiled into it."""
     import torch
 
-    digest = hashlib.sha256()
+    digest = hashlib.sha256(torch.__version__.encode())
     for path in sorted(source_folder().glob("*")):
         if path.suffix in (".h", ".cpp"):
             digest.update(path.name.encode() + path.read_bytes())
-    parameters = build_parameters()
-    flags = parameters["extra_compile_args"] + parameters["extra_link_args"]
-    compiler = os.environ.get("CXX", "")
-    digest.update(repr((flags, compiler, sysconfig.get_config_var("EXT_SUFFIX"), platform.machine())).encode())
-    return f"torch{torch.__version__}-{digest.hexdigest()[:16]}"
+    return f"z{digest.hexdigest()[:16]}"  # one word, which needs no quotes on its way through the compiler
 
 
-def _torch_openmp() -> Path | None:
-    """The OpenMP library that torch has loaded, where it is GCC's and so is the compiler; else the loops are serial."""
-    spec = importlib.util.find_spec("torch")
-    if spec is None or spec.origin is None or sys.platform != "linux":
-        return None
+def _openmp_of_torch() -> Path | None:
+    """The OpenMP library that torch has loaded, where the compiler is GCC, whose calls all of them answer.
+
+    None: there is none, and the loops are serial.
+    """
+    import torch
+
     compiler = shutil.which(os.environ.get("CXX", "c++")) or ""
-    if "clang" in os.path.basename(os.path.realpath(compiler)):
+    if sys.platform != "linux" or "clang" in os.path.basename(os.path.realpath(compiler)):
         return None
-    root = Path(spec.origin).parent
-    found = sorted([*root.glob("lib/libgomp*.so*"), *root.parent.glob("torch.libs/libgomp*.so*")])
-    return found[0] if found else None
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    paths = {Path(line.split()[-1]) for line in lines if line.endswith((".so", ".so.1", ".so.5")) or ".so." in line}
+    found = sorted(path for path in paths if path.name.startswith(("libgomp", "libiomp", "libomp")))
+    root = Path(torch.__file__).parent.parent
+    return next((path for path in found if path.is_relative_to(root)), found[0] if found else None)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Mapping
+from numbers import Real
 from typing import Any
 
 from . import rule
 from .config import ZClipConfig
-from .telemetry import ZClipWarning
+from .telemetry import warn
 
 VERSION = 1
 _BUFFER = "warmup_norm_"
@@ -65,15 +65,15 @@ def _start_afresh(fields: dict[str, float], reason: str) -> None:
         fields[name] = 0.0
     for name in ("warmup_count", "warmup_mean", "warmup_m2", "streak_count", "streak_mean", "streak_m2"):
         fields[name] = 0.0
-    warnings.warn(f"ZClip starts its warm-up again: {reason}", ZClipWarning, stacklevel=4)
+    warn(f"ZClip starts its warm-up again: {reason}")
 
 
 def _number(name: str, saved: Mapping[str, Any]) -> float:
     if name not in saved:
         raise ValueError(f"state_dict: missing field {name!r}")
-    value = saved[name]
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"state_dict[{name!r}]: got {value!r}, expected a number")
+    if isinstance(saved[name], bool) or not isinstance(saved[name], Real):
+        raise ValueError(f"state_dict[{name!r}]: got {saved[name]!r}, expected a number")
+    value = float(saved[name])
     whole = name not in _NOT_COUNTS and not name.startswith(_BUFFER)
     fits = math.isfinite(value) or name in _MAY_BE_INFINITE
     fits = fits and (value >= 0 or math.isnan(value) or name in _SIGNED or name.startswith(_BUFFER))
@@ -81,5 +81,5 @@ def _number(name: str, saved: Mapping[str, Any]) -> float:
         allowed = (
             "a whole number of at least 0" if whole else "a finite number, or one of at least 0 where it can't be less"
         )
-        raise ValueError(f"state_dict[{name!r}]: got {value!r}, allowed is {allowed}")
-    return float(value)
+        raise ValueError(f"state_dict[{name!r}]: got {saved[name]!r}, allowed is {allowed}")
+    return value

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from typing import Any
 
@@ -35,14 +34,15 @@ class ZClip:
         if config is not None and options:
             raise TypeError(f"options: got {', '.join(options)} beside a config; give one or the other")
         self.config = config if config is not None else ZClipConfig.from_dict(options)
-        self._numbers = torch.tensor(rule.config_numbers(self.config), dtype=torch.float64)
+        self._numbers = torch.tensor(rule.config_numbers(self.config), dtype=torch.float64, device="cpu")
         self._warned: set[str] = set()
         self._seen: tuple[Any, ...] | None = None
+        self._hooked_versions: int | None = None
         self.start_from(rule.new_state(self.config))
 
     def start_from(self, numbers: list[float]) -> None:
         """Takes a whole state, as :mod:`zclip_ext.checkpoint` loads it."""
-        self._state = torch.tensor(numbers, dtype=torch.float64)
+        self._state = torch.tensor(numbers, dtype=torch.float64, device="cpu")
         fields = self._fields()
         self._steps = fields["steps"]  # the state's, known without asking the device
         limit = None if self.config.dry_run else self.config.max_grad_norm
@@ -72,6 +72,7 @@ class ZClip:
         return result
 
     @torch._disable_dynamo  # type: ignore[attr-defined,untyped-decorator]
+    @torch.no_grad()
     def clip(self, parameters: list[Tensor], model: nn.Module | None = None) -> ClipResult:
         """:meth:`step` for adapters, which see to it themselves that nothing steps where ``left_out`` is set.
 
@@ -79,6 +80,7 @@ class ZClip:
             parameters: tensors that may have a ``.grad``.
             model: only for the names in errors.
         """
+        parameters = parameters if isinstance(parameters, list) else list(parameters)
         try:
             grads = ops.collect(parameters)
         except (AttributeError, TypeError):
@@ -108,8 +110,12 @@ class ZClip:
 
         Raises:
             NonFiniteGradientError: as :meth:`step` does.
+            ValueError: a tensor of several numbers.
         """
-        norm = torch.as_tensor(grad_norm, dtype=torch.float64)
+        norm = torch.as_tensor(grad_norm, dtype=torch.float64).detach()
+        if norm.numel() != 1:
+            raise ValueError(f"grad_norm: got a tensor of shape {tuple(norm.shape)}, expected one number")
+        norm = norm.reshape(())
         return self._decide(torch.stack([norm * norm, (~(norm.isfinite() & (norm >= 0))).to(torch.float64)]))
 
     def _decide(self, sums: Tensor) -> ClipResult:
@@ -119,12 +125,13 @@ class ZClip:
         return result
 
     def metrics(self) -> dict[str, float]:
-        """The state of the run as plain numbers, one copy from the device; nothing else in a step reads it.
+        """The state of the run as plain numbers, by one copy from the device.
 
         ``grad_norm``, ``clipped_norm``, ``threshold`` (inf where the step is no spike), ``z_score`` and ``scale`` are
         the last step's; ``mean`` and ``std`` the moving statistics (``log_space``: the geometric mean, and the std of
         log norms); ``steps`` all calls, ``samples`` those with a finite, non-zero norm; ``spikes`` and ``capped`` count
-        samples above the z-score and samples that ``max_grad_norm`` limited, ``clip_rate`` and ``cap_rate`` are their
+        samples above the z-score and samples that ``max_grad_norm`` limited, ``clipped`` all that were scaled down,
+        ``clip_rate`` and ``cap_rate`` are their
         share of the samples; ``rebaselined`` counts shifts; ``skipped`` the steps that were left out,
         ``consecutive_skips`` those in a row up to now; ``nonfinite`` and ``zero_norm`` the steps that were no samples;
         ``elevated_run`` how many steps in a row had a z-score above 1.
@@ -171,6 +178,7 @@ class ZClip:
         verdict = result.verdict.item()  # elsewhere than on the CPU this one number waits for the device
         if verdict == rule.STEP:
             return
+        result.left_out = True
         state = self._fields()
         if verdict == rule.RAISE_ERROR:
             raise telemetry.NonFiniteGradientError(
@@ -178,11 +186,17 @@ class ZClip:
                 f"steps left out in a row: {state['consecutive_skips']:.0f}; on_nonfinite={config.on_nonfinite!r}, "
                 f"max_consecutive_skips={config.max_consecutive_skips}"
             )
-        result.left_out = True
         telemetry.warn_of_skip(state["last_grad_norm"], int(state["skipped"]), bool(result.is_spike))
 
     def _without_gradients(self, parameters: list[Tensor]) -> None:
         gradients.check_without_gradients(parameters)
+        before, self._hooked_versions = self._hooked_versions, gradients.hooked_versions(parameters)
+        if before is not None and before != self._hooked_versions:
+            raise RuntimeError(
+                "parameters change, but have no gradients when ZClip is called, and have post-accumulate-grad hooks: "
+                "an optimizer that steps inside backward() frees each gradient before the norm of all is known, and "
+                "can't be clipped. Let it step after backward()"
+            )
         if parameters:
             self._warn_once("no gradient: was ZClip called before backward(), or after zero_grad()?")
 
@@ -193,8 +207,9 @@ class ZClip:
         before, grad, version = self._seen
         if before() is parameter and grad() is parameter.grad and version == parameter._version:
             self._warn_once(
-                "ZClip.step was called twice before the optimizer stepped. Call it once, after the last backward of "
-                "the step: micro-batches that are clipped one by one bend the gradient and spoil the statistics"
+                "ZClip.step seems to have been called twice before the optimizer stepped. Call it once, after the last "
+                "backward of the step: micro-batches that are clipped one by one bend the gradient and spoil the "
+                "statistics"
             )
 
     def _remember(self, parameter: Tensor | None) -> None:
@@ -205,8 +220,8 @@ class ZClip:
     def _warn_once(self, message: str) -> None:
         if message not in self._warned:
             self._warned.add(message)
-            warnings.warn(message, telemetry.ZClipWarning, stacklevel=4)
+            telemetry.warn(message)
 
 
 def _first_with_gradient(parameters: list[Tensor]) -> Tensor | None:
-    return next((parameter for parameter in parameters if parameter.grad is not None), None)
+    return next((parameter for parameter in parameters if getattr(parameter, "grad", None) is not None), None)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable
 from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
+
+from .telemetry import warn
 
 Target: TypeAlias = nn.Module | Tensor | Iterable[Tensor]
 
@@ -28,9 +29,7 @@ def parameters_of(target: Target) -> list[Tensor]:
         expected = "expected a torch.nn.Module or an iterable of its parameters"
         raise TypeError(f"model: got {type(target).__name__}, {expected}") from None
     if not parameters:
-        warnings.warn(
-            "ZClip was handed no parameters: an empty list, or a generator that was read before", stacklevel=3
-        )
+        warn("ZClip was handed no parameters: an empty list, or a generator that was read before")
     return parameters
 
 
@@ -61,11 +60,10 @@ def name_of(parameter: Tensor, parameters: list[Tensor], model: nn.Module | None
 
 
 def check_without_gradients(parameters: list[Tensor]) -> None:
-    """Tells apart, where no parameter has a gradient, a step that has none from a mistake.
+    """Tells a step without any gradient from a mistake.
 
     Raises:
         ValueError: gradients were handed in place of parameters.
-        RuntimeError: an optimizer steps inside backward, so that gradients are gone before they can be clipped.
     """
     for index, parameter in enumerate(parameters):
         if not parameter.requires_grad and not isinstance(parameter, nn.Parameter):
@@ -73,12 +71,16 @@ def check_without_gradients(parameters: list[Tensor]) -> None:
                 f"parameters[{index}]: got a tensor without requires_grad and without .grad; hand in the parameters, "
                 "not their gradients"
             )
-        if getattr(parameter, "_post_accumulate_grad_hooks", None):
-            raise RuntimeError(
-                "no parameter has a gradient, and parameters have post-accumulate-grad hooks: an optimizer that steps "
-                "inside backward() frees each gradient before the norm of all of them is known. ZClip can't clip so: "
-                "let the optimizer step after backward()"
-            )
+
+
+def hooked_versions(parameters: list[Tensor]) -> int | None:
+    """How often parameters with post-accumulate-grad hooks were written to; None where there are none.
+
+    Such a hook may only look at the gradient. One that steps an optimizer inside backward and frees the gradient shows
+    in the parameters.
+    """
+    hooked = [parameter for parameter in parameters if getattr(parameter, "_post_accumulate_grad_hooks", None)]
+    return sum(parameter._version for parameter in hooked) if hooked else None
 
 
 def discard(parameters: Iterable[Tensor]) -> None:

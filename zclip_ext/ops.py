@@ -103,7 +103,7 @@ def _scale_list(grads: list[Tensor], scale: Tensor) -> None:
     for place, group in _by_device(dense).items():
         _scale(_gathered(group), scale.to(place))
     for target, scaled in zip(targets, dense, strict=True):
-        if scaled is not target:
+        if scaled is not target and not target._is_zerotensor():
             target.copy_(scaled)
 
 
@@ -154,6 +154,8 @@ def _writable(grad: Tensor) -> Tensor:
 
 
 def _dense(tensor: Tensor) -> Tensor:
+    if tensor._is_zerotensor():
+        return torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
     return tensor if norm.by_stride(tensor).is_contiguous() else tensor.contiguous()
 
 

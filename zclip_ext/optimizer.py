@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +14,7 @@ from torch.optim import Optimizer
 from . import checkpoint, rule
 from .clipper import ZClip
 from .config import ZClipConfig
-from .telemetry import ZClipWarning
+from .telemetry import warn
 
 _PREFIX = "zclip_"
 
@@ -32,7 +31,9 @@ class ZClipOptimizer(Optimizer):
 
     The statistics are saved as plain numbers under ``zclip_*`` keys of ``param_groups[0]``, which every kind of
     checkpoint keeps. A checkpoint of the inner optimizer alone can be loaded, with fresh statistics; one of this
-    wrapper can be loaded into the inner optimizer alone, which ignores the keys.
+    wrapper can be loaded into the inner optimizer alone, which ignores the keys. (``torch.distributed.checkpoint.load``
+    asks for each key of the live optimizer: to load one of the inner optimizer alone, hand it
+    ``planner=DefaultLoadPlanner(allow_partial_load=True)``.)
 
     Args:
         inner: the optimizer that does the step. One that evaluates a closure several times (LBFGS) is refused.
@@ -75,8 +76,11 @@ class ZClipOptimizer(Optimizer):
         """Whether the last :meth:`step` was left out."""
         return self.zclip.last is not None and self.zclip.last.left_out
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the closure where there is one, clips, and steps the inner optimizer unless the step is left out.
+
+        Args:
+            args, kwargs: the closure (None or left out: none), first or by name; what follows goes to the inner step.
 
         Returns:
             What the closure returned, else None.
@@ -84,17 +88,22 @@ class ZClipOptimizer(Optimizer):
         Raises:
             NonFiniteGradientError: see :meth:`ZClip.step`. The inner optimizer has not stepped.
         """
+        arguments: tuple[Any, ...] = (self, *args)
         for hook in self._optimizer_step_pre_hooks.values():
-            hook(self, (closure,), {})
+            arguments, kwargs = hook(self, arguments, kwargs) or (arguments, kwargs)
+        closure, rest = kwargs.get("closure"), arguments[1:]
+        if rest:
+            closure, rest = rest[0], rest[1:]
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         result = self.zclip.clip(self._parameters(), self.model)
         if not result.left_out:
-            self.inner.step()
+            named = {name: value for name, value in kwargs.items() if name != "closure"}
+            self.inner.step(*((None, *rest) if rest else ()), **named)
         for hook in self._optimizer_step_post_hooks.values():
-            hook(self, (closure,), {})
+            hook(self, arguments, kwargs)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -114,16 +123,18 @@ class ZClipOptimizer(Optimizer):
         Raises:
             ValueError: it doesn't fit; nothing was changed.
         """
+        groups = state_dict.get("param_groups") if isinstance(state_dict, dict) else None
+        if not groups:
+            raise ValueError("state_dict: got no 'param_groups', expected the state of an optimizer")
         saved = {
             key.removeprefix(_PREFIX): value
-            for key, value in state_dict["param_groups"][0].items()
+            for key, value in groups[0].items()
             if isinstance(key, str) and key.startswith(_PREFIX)
         }
         config = self.zclip.config
         numbers = checkpoint.load(saved, config) if saved else rule.new_state(config)
         if not saved:
-            message = "the checkpoint holds no ZClip statistics: they start afresh, with a warm-up"
-            warnings.warn(message, ZClipWarning, stacklevel=2)
+            warn("the checkpoint holds no ZClip statistics: they start afresh, with a warm-up")
         self.inner.load_state_dict(state_dict)
         self.zclip.start_from(numbers)
         self._publish()
@@ -193,10 +204,6 @@ class ZClipOptimizer(Optimizer):
 
     def __repr__(self) -> str:
         return f"ZClipOptimizer({type(self.inner).__name__}, {self.zclip!r})"
-
-
-# An Optimizer wraps its class's step with its own profiling and hooks unless the step says it has them.
-ZClipOptimizer.step.hooked = True  # type: ignore[attr-defined]
 
 
 def _needs_closure(optimizer: Optimizer) -> bool:

@@ -82,6 +82,24 @@ class ClipResult:
     def __float__(self) -> float:
         return float(self.grad_norm)
 
+    def item(self) -> float:
+        return float(self)
+
+    def __round__(self, digits: int | None = None) -> float:
+        return round(float(self), digits)
+
+    def __lt__(self, other: float) -> bool:
+        return float(self) < other
+
+    def __le__(self, other: float) -> bool:
+        return float(self) <= other
+
+    def __gt__(self, other: float) -> bool:
+        return float(self) > other
+
+    def __ge__(self, other: float) -> bool:
+        return float(self) >= other
+
     def __format__(self, spec: str) -> str:
         return format(float(self), spec) if spec else str(self)
 

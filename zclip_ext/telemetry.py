@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import warnings
 
 from .config import ZClipConfig
@@ -18,6 +19,7 @@ METRICS = (
     "steps",
     "samples",
     "spikes",
+    "clipped",
     "capped",
     "clip_rate",
     "cap_rate",
@@ -57,11 +59,22 @@ def metrics(state: dict[str, float], config: ZClipConfig) -> dict[str, float]:
     return {name: values.get(name, state.get(name, 0.0)) for name in METRICS}
 
 
+def warn(message: str) -> None:
+    """A warning that points at the caller's line, and is shown each time.
+
+    Python shows one text from one line once, also where it is another tracker's.
+    """
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in ("zclip_ext", "torch"):
+        frame = frame.f_back
+    warnings.warn_explicit(message, ZClipWarning, frame.f_code.co_filename, frame.f_lineno, registry={})
+
+
 def warn_of_skip(grad_norm: float, skipped: int, is_spike: bool) -> None:
     """Warns of the first step that is left out, of the 10th, the 100th, and so on."""
     if skipped == 10 ** (len(str(skipped)) - 1):
         reason = f"its gradient norm of {grad_norm:.4g} is a spike" if is_spike else "its gradient is not finite"
-        warnings.warn(f"ZClip left out a step: {reason} (steps left out so far: {skipped})", ZClipWarning, stacklevel=4)
+        warn(f"ZClip left out a step: {reason} (steps left out so far: {skipped})")
 
 
 class CapWatch:
@@ -83,10 +96,8 @@ class CapWatch:
         self._steps, self._capped = state["steps"], state["capped"]
         if rate > 0.5:
             self._warned = True
-            warnings.warn(
+            warn(
                 f"max_grad_norm={self._limit:g} scaled down {rate:.0%} of the last steps (usual norm: "
                 f"{state['mean']:.4g}): it acts as a lower learning rate, not as protection from spikes. Raise it, or "
-                "set it to None",
-                ZClipWarning,
-                stacklevel=4,
+                "set it to None"
             )
