@@ -1,4 +1,4 @@
-"""Training data that is on every machine: the sources of Python's standard library, and its byte code as bad batches."""
+"""Training data that is on every machine: Python's standard library, as text and, for bad batches, as byte code."""
 
 from __future__ import annotations
 
@@ -51,10 +51,15 @@ class StdlibText:
         self.batch, self.length, self.bad_share, self.bad_after, self.seed = batch, length, bad_share, bad_after, seed
         root = Path(sysconfig.get_paths()["stdlib"])
         names = _sources(root)
-        text = [name for index, name in enumerate(names) if index % _HELD_OUT]
-        self.text = _tensor(b"".join((root / name).read_bytes() for name in text)[:_MAX_TEXT])
-        self.held_out = _tensor(b"".join((root / name).read_bytes() for name in names[::_HELD_OUT]))
-        self.byte_code = _tensor(_compile(root, text[::_COMPILED]))
+        kept = [name for index, name in enumerate(names) if index % _HELD_OUT]
+        parts = (
+            b"".join((root / name).read_bytes() for name in kept)[:_MAX_TEXT],
+            b"".join((root / name).read_bytes() for name in names[::_HELD_OUT]),
+            _compile(root, kept[::_COMPILED]),
+        )
+        self.text, self.held_out, self.byte_code = (_tensor(part) for part in parts)
+        #: Tells this data from that of another Python.
+        self.fingerprint = hashlib.sha256(b"".join(parts)).hexdigest()[:16]
 
     def train_batch(self, step: int) -> tuple[Tensor, bool]:
         """Tokens, int64 of shape (batch, length) in [0, 256), and whether they are a bad batch."""
@@ -69,14 +74,9 @@ class StdlibText:
         total = count * self.batch
         spacing = (len(self.held_out) - self.length) / total
         starts = [int(index * spacing) for index in range(total)]
-        return [self._windows(self.held_out, starts[first : first + self.batch]) for first in range(0, total, self.batch)]
-
-    def fingerprint(self) -> str:
-        """Tells this data from that of another Python."""
-        digest = hashlib.sha256()
-        for part in (self.text, self.held_out, self.byte_code):
-            digest.update(part.numpy())
-        return digest.hexdigest()[:16]
+        return [
+            self._windows(self.held_out, starts[first : first + self.batch]) for first in range(0, total, self.batch)
+        ]
 
     def _windows(self, source: Tensor, starts: list[int]) -> Tensor:
         return torch.stack([source[start : start + self.length] for start in starts]).long()
