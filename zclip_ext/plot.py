@@ -67,6 +67,12 @@ def plot_runs(logs: Mapping[str, Sequence[Row]], path: str | os.PathLike[str], *
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="y", color="#e6e6e6", linewidth=0.7)
         axes.set_axisbelow(True)
+        axes.margins(x=0.02)
+        bad = [row["step"] for row in logs[focus] if row.get("bad")]
+        # In points, since a step is thinner than can be seen.
+        for number, step in enumerate(bad):
+            label = f"bad batch ({len(bad)})" if axes is norms and number == 0 else None
+            axes.axvline(step, color="#dedede", linewidth=3, zorder=0.5, label=label)
     _draw_losses(losses, logs)
     _draw_norms(norms, logs[focus], focus)
     figure.align_ylabels()
@@ -107,29 +113,34 @@ def _draw_losses(axes: Any, logs: Mapping[str, Sequence[Row]]) -> None:
         axes.set_ylim(bottom - 0.04 * (top - bottom), top)
     axes.set_ylabel("training loss")
     axes.set_title(f"Training loss, mean of the last {window} good batches", loc="left", fontsize=11)
-    axes.legend(title="run, last value", loc="lower left", frameon=False)
+    axes.legend(title="run, last value", loc="lower left", edgecolor="none", framealpha=0.9)
 
 
 def _draw_norms(axes: Any, rows: Sequence[Row], name: str) -> None:
+    from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, StrMethodFormatter
+
     steps = _column(rows, "step")
-    bad = [row["step"] for row in rows if row.get("bad")]
     spikes = [row for row in rows if row["is_spike"]]
-    axes.set_yscale("log")
-    for number, step in enumerate(bad):
-        label = f"bad batch ({len(bad)})" if number == 0 else None
-        axes.axvline(step, color="#d9d9d9", linewidth=3, zorder=0.5, label=label)
+    clipped = [row for row in spikes if row["clipped_norm"] < row["grad_norm"]]
     axes.plot(steps, _column(rows, "grad_norm"), color="#8a8a8a", linewidth=0.9, label="gradient norm")
     level = _column(rows, "spike_level")
-    axes.plot(steps, level, color=_COLOURS[2], linewidth=2, label="level of a spike, adapts")
-    at, before, after = (_column(spikes, field) for field in ("step", "grad_norm", "clipped_norm"))
+    axes.plot(steps, level, color=_COLOURS[2], linewidth=2, label="spike level, adapts")
+    at, before, after = (_column(clipped, field) for field in ("step", "grad_norm", "clipped_norm"))
     axes.vlines(at, after, before, color=_SPIKE, linewidth=1.2, zorder=3)
     style = {"linestyle": "none", "color": _SPIKE, "zorder": 4}
-    axes.plot(at, before, marker="^", markersize=7, label=f"spike before the clip ({len(spikes)})", **style)
-    axes.plot(at, after, marker="o", markersize=5, markerfacecolor="white", label="spike after the clip", **style)
+    peaks = _column(spikes, "step"), _column(spikes, "grad_norm")
+    axes.plot(*peaks, marker="^", markersize=7, label=f"spike ({len(spikes)})", **style)
+    label = f"after the clip ({len(clipped)})"
+    axes.plot(at, after, marker="o", markersize=5, markerfacecolor="white", label=label, **style)
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel("step")
     axes.set_ylabel("gradient norm (L2)")
     axes.set_title(f"Gradient norm in the run {name!r}", loc="left", fontsize=11)
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=3, frameon=False)
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=5, frameon=False)
 
 
 def _column(rows: Sequence[Row], field: str) -> list[float]:
