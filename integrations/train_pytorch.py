@@ -1,6 +1,6 @@
 """Trains a small Llama on Python sources with real bad batches among them, and compares ways to clip its gradients.
 
-    python integrations/train_pytorch.py                                # all four, about two minutes on two cores
+    python integrations/train_pytorch.py                                # all four, about two minutes on one core
     python integrations/train_pytorch.py --method zclip --steps 2000
     python integrations/train_pytorch.py --resume                       # goes on after Ctrl-C, to the same bits
 
@@ -309,7 +309,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main() -> int:
-    # So that the bits don't hang on the number of cores. Two threads take about two thirds of the time on idle cores,
+    # So that the bits don't hang on the number of cores. Two threads take about 0.6 of the time on idle cores,
     # and three times as long or more where something else runs as well and they wait for each other.
     torch.set_num_threads(1)
     parser = build_parser()
