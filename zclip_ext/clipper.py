@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from . import checkpoint, gradients, ops, rule, telemetry
 from .config import ZClipConfig
+from .distributed import Ranks, Share, SharedBy
 from .result import ClipResult
 
 
@@ -23,17 +24,33 @@ class ZClip:
 
     :class:`zclip_ext.ZClipOptimizer` does that by itself and keeps the statistics in the optimizer's state.
 
+    On many ranks each adds what it holds, and all get the same norm and decide the same. Where the parameters lie is
+    read from them: DTensor (FSDP2, tensor parallel), FSDP1 (which needs the module), replicas (DDP).
+
     Args:
         config: a :class:`ZClipConfig`; or
-        options: its fields by name, the authors' ``mode`` included.
+        group: process group of all ranks that train the model. None: the default group.
+        shared_by: over which ranks copies or shards of the same parameter are spread, where that isn't all of
+            ``group``: a process group (in a pipeline: the ranks of this stage), or a function of a parameter that
+            returns its group, or None for one that this rank alone holds (an expert). The first step checks it on the
+            parameters' values.
+        options: the config's fields by name, the authors' ``mode`` included.
     """
 
-    def __init__(self, config: ZClipConfig | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        config: ZClipConfig | None = None,
+        *,
+        group: Any = None,
+        shared_by: SharedBy = None,
+        **options: Any,
+    ) -> None:
         if config is not None and not isinstance(config, ZClipConfig):
             raise TypeError(f"config: got {type(config).__name__}, expected a ZClipConfig or options by name")
         if config is not None and options:
             raise TypeError(f"options: got {', '.join(options)} beside a config; give one or the other")
         self.config = config if config is not None else ZClipConfig.from_dict(options)
+        self._ranks = Ranks(group, shared_by)
         self._numbers = torch.tensor(rule.config_numbers(self.config), dtype=torch.float64, device="cpu")
         self._warned: set[str] = set()
         self._seen: tuple[Any, ...] | None = None
@@ -78,25 +95,44 @@ class ZClip:
 
         Args:
             parameters: tensors that may have a ``.grad``.
-            model: only for the names in errors.
+            model: for FSDP1, and for the names in errors.
         """
         parameters = parameters if isinstance(parameters, list) else list(parameters)
         try:
-            grads = ops.collect(parameters)
+            shares = self._ranks.shares(parameters, model)
         except (AttributeError, TypeError):
             gradients.check_kinds(parameters)
             raise
-        if not len(grads):
-            self._without_gradients(parameters)
-        try:
-            sums = ops.local_sumsq(grads, gradients.device_of(parameters))
-        except ops.UnsupportedGradientError as error:
-            name = gradients.name_of(gradients.owner(parameters, error.index), parameters, model)
-            raise TypeError(f"gradient of {name}: {error.problem}") from None
+        sums = self._ranks.total(self._measure(shares, parameters, model))
+        if not any(len(share.grads) for share in shares):
+            self._without_gradients(parameters, sums)
         result = self._decide(sums)
         if not self.config.dry_run:
-            ops.scale_(grads, result.scale)
+            for share in shares:
+                ops.scale_(share.grads, result.scale)
         return result
+
+    def _measure(self, shares: list[Share], parameters: list[Tensor], model: nn.Module | None) -> Tensor:
+        """This rank's part of the sum of squares, and its count of elements that are not finite."""
+        device = gradients.device_of(parameters)
+        total = torch.zeros(2, dtype=torch.float64, device=device)
+        for share in shares:
+            try:
+                sums = ops.local_sumsq(share.grads, device)
+            except ops.UnsupportedGradientError as error:
+                name = gradients.name_of(gradients.owner(share.parameters, error.index), parameters, model)
+                raise TypeError(f"gradient of {name}: {error.problem}") from None
+            total[0] += sums[0] / share.copies
+            total[1] += sums[1]
+        return total
+
+    def check_consistency(self) -> None:
+        """Proves, with one collective, that all ranks have the same state, bit for bit. All ranks must call it.
+
+        Raises:
+            RuntimeError: they don't, on all ranks alike; names the ranks that differ and the field in which they do.
+        """
+        self._ranks.check_equal(self._state, rule.STATE_FIELDS)
 
     def decide(self, grad_norm: float | Tensor) -> ClipResult:
         """The rule alone, for a caller that has the global norm already and scales the gradients itself.
@@ -188,7 +224,9 @@ class ZClip:
             )
         telemetry.warn_of_skip(state["last_grad_norm"], int(state["skipped"]), bool(result.is_spike))
 
-    def _without_gradients(self, parameters: list[Tensor]) -> None:
+    def _without_gradients(self, parameters: list[Tensor], sums: Tensor) -> None:
+        if bool(sums[0] != 0):  # other ranks have some
+            return
         gradients.check_without_gradients(parameters)
         before, self._hooked_versions = self._hooked_versions, gradients.hooked_versions(parameters)
         if before is not None and before != self._hooked_versions:

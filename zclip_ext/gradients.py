@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from typing import TypeAlias
 
@@ -31,6 +32,12 @@ def parameters_of(target: Target) -> list[Tensor]:
     if not parameters:
         warn("ZClip was handed no parameters: an empty list, or a generator that was read before")
     return parameters
+
+
+def is_dtensor(tensor: Tensor) -> bool:
+    """Without importing torch.distributed.tensor, which takes a while, where nobody has."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
 
 
 def check_kinds(parameters: list[Tensor]) -> None:

@@ -44,6 +44,12 @@ def collect(parameters: list[Tensor]) -> Gradients:
     return [grad for parameter in parameters if (grad := parameter.grad) is not None]
 
 
+def of(tensors: list[Tensor]) -> Gradients:
+    """Gradients that are at hand already, for the other operations."""
+    gathered = _compiled.gather(tensors, False) if _compiled is not None else None
+    return tensors if gathered is None else gathered
+
+
 def local_sumsq(grads: Gradients, device: torch.device) -> Tensor:
     """Sum of squares of all elements, and how many of them are inf or NaN.
 
@@ -64,7 +70,7 @@ def local_sumsq(grads: Gradients, device: torch.device) -> Tensor:
     readable = {id(grad): _readable(index, grad) for index, grad in enumerate(grads)}
     out = torch.zeros(2, dtype=torch.float64, device=device)
     for place, group in _by_device(readable.values()).items():
-        out += _sumsq(_gathered(group), place).to(device)
+        out += _sumsq(of(group), place).to(device)
     return out
 
 
@@ -101,16 +107,10 @@ def _scale_list(grads: list[Tensor], scale: Tensor) -> None:
     targets = list({id(grad): _writable(grad) for grad in grads}.values())
     dense = [_dense(target) for target in targets]
     for place, group in _by_device(dense).items():
-        _scale(_gathered(group), scale.to(place))
+        _scale(of(group), scale.to(place))
     for target, scaled in zip(targets, dense, strict=True):
         if scaled is not target and not target._is_zerotensor():
             target.copy_(scaled)
-
-
-def _gathered(tensors: list[Tensor]) -> Gradients:
-    """Dense tensors of one device, as a handle where the extension reads them."""
-    handle = _compiled.gather(tensors, False) if _compiled is not None else None
-    return tensors if handle is None else handle
 
 
 def _sumsq(grads: Gradients, device: torch.device) -> Tensor:

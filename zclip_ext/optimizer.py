@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from . import checkpoint, rule
 from .clipper import ZClip
 from .config import ZClipConfig
+from .distributed import SharedBy
 from .telemetry import warn
 
 _PREFIX = "zclip_"
@@ -37,9 +38,10 @@ class ZClipOptimizer(Optimizer):
 
     Args:
         inner: the optimizer that does the step. One that evaluates a closure several times (LBFGS) is refused.
-        model: the module whose parameters the optimizer holds, for names in errors.
+        model: the module whose parameters the optimizer holds: needed for FSDP1, else for names in errors.
         config: a :class:`ZClipConfig`; or
-        options: its fields by name.
+        group, shared_by: which ranks train the model and hold the same parameters, see :class:`ZClip`.
+        options: the config's fields by name.
     """
 
     # GradScaler asks these of the optimizer it is handed. True, as fused Adam has it, would send scaled gradients here.
@@ -52,6 +54,8 @@ class ZClipOptimizer(Optimizer):
         *,
         model: nn.Module | None = None,
         config: ZClipConfig | None = None,
+        group: Any = None,
+        shared_by: SharedBy = None,
         **options: Any,
     ) -> None:
         # Not Optimizer.__init__: it would make groups of its own. What else it sets are the hooks.
@@ -66,7 +70,7 @@ class ZClipOptimizer(Optimizer):
             )
         self.inner = inner
         self.model = model
-        self.zclip = ZClip(config, **options)
+        self.zclip = ZClip(config, group=group, shared_by=shared_by, **options)
         self._optimizer_step_pre_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
         self._optimizer_step_post_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
         self._publish()

@@ -1,0 +1,437 @@
+"""What each rank does in a case, and returns for the test to judge. The names of cases are those of these functions."""
+
+import math
+
+import layouts
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import StateDictType
+from torch.distributed.tensor.debug import CommDebugMode
+
+import zclip_ext
+from zclip_ext import ZClip, ZClipOptimizer
+
+CAP = 0.05
+
+
+def layout_of(name, *arguments):
+    return getattr(layouts, name)(*arguments)
+
+
+def backward(layout, step, scale=1.0):
+    batch = layouts.whole_batch(step, scale)
+    if hasattr(layout, "backward"):
+        layout.backward(batch)
+    else:
+        layouts.loss_of(layout.model, layout.feed(batch)).backward()
+
+
+def reference_gradients(step, scale=1.0):
+    net = layouts.Net()
+    layouts.loss_of(net, layouts.whole_batch(step, scale)).backward()
+    return {name: p.grad for name, p in net.named_parameters()}
+
+
+def norm_of(tensors):
+    return math.sqrt(sum(t.double().square().sum().item() for t in tensors))
+
+
+def bits(zclip):
+    return [value.hex() if isinstance(value, float) else value for value in zclip.state_dict().values()]
+
+
+def norm(name, *arguments):
+    """Norm and clipped gradients of a layout against the unsharded model's; placements, strides and dtypes."""
+    layout = layout_of(name, *arguments)
+    backward(layout, 0)
+    # In mixed precision the gradient is another one: what counts is that of this very model, put together.
+    own = {key: value.clone() for key, value in layout.gradients().items()} if "bf16" in arguments else None
+    shape_before = [describe(p.grad) for p in layout.parameters()]
+    zclip = ZClip(max_grad_norm=CAP, shared_by=layout.shared_by)
+    with CommDebugMode() as communication:
+        result = zclip.clip(layout.parameters(), layout.module)
+    first_step = communication.get_total_counts()
+    expected = own or reference_gradients(0)
+    wanted = norm_of(expected.values())
+    ours = layout.gradients()
+    worst = 0.0
+    for key, gradient in expected.items():
+        clipped = gradient * (CAP / wanted)
+        worst = max(worst, ((ours[key].float().view_as(clipped) - clipped).abs().max() / clipped.abs().max()).item())
+    with CommDebugMode() as communication:
+        zclip.clip(layout.parameters(), layout.module)
+    zclip.check_consistency()
+    return {
+        "norm": float(result),
+        "bits": float(result).hex(),
+        "wanted": wanted,
+        "worst": worst,
+        "same_shape": shape_before == [describe(p.grad) for p in layout.parameters()],
+        "collectives": communication.get_total_counts(),
+        "first_step": first_step,
+        "state": bits(zclip),
+    }
+
+
+def describe(grad):
+    if grad is None:
+        return None
+    placements = str(getattr(grad, "placements", "plain")).replace("Partial(sum)", "Replicate()")
+    return [placements, list(grad.stride()), str(grad.dtype), list(grad.shape)]
+
+
+def one_sample_each(name, steps=3):
+    """The norm stream of a layout over some steps of SGD, for comparison between world sizes."""
+    layout = layout_of(name)
+    optimizer = ZClipOptimizer(torch.optim.SGD(layout.parameters(), lr=0.1), model=layout.module)
+    norms = []
+    for step in range(int(steps)):
+        optimizer.zero_grad()
+        backward(layout, step)
+        optimizer.step()
+        norms.append(float(optimizer.zclip.last))
+    return norms
+
+
+def torch_clip(name, *arguments):
+    """What torch's own functions say of the same gradients: "right", "wrong" or the kind of error."""
+    layout = layout_of(name, *arguments)
+    backward(layout, 0)
+    wanted = norm_of(reference_gradients(0).values())
+
+    def verdict(clip):
+        try:
+            total = layouts.full(clip())
+        except Exception as error:
+            return f"raises {type(error).__name__}"
+        return "right" if abs(float(total) / wanted - 1) < 1e-4 else "wrong"
+
+    result = {"clip_grad_norm_": verdict(lambda: nn.utils.clip_grad_norm_(layout.parameters(), 1e9))}
+    if hasattr(layout.model, "clip_grad_norm_"):
+        result["FSDP1's own"] = verdict(lambda: layout.model.clip_grad_norm_(1e9))
+    return result
+
+
+def bad_gradient_on_one_rank(value):
+    """inf or NaN on the last rank alone: everyone skips, everyone goes on."""
+    net = layouts.ddp().model
+    optimizer = ZClipOptimizer(torch.optim.AdamW(net.parameters(), lr=0.01))
+    before = [p.detach().clone() for p in net.parameters()]
+    layouts.loss_of(net, layouts.my_part(layouts.whole_batch(0))).backward()
+    if dist.get_rank() == dist.get_world_size() - 1:
+        next(net.parameters()).grad.view(-1)[0] = float(value)
+    import warnings
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        optimizer.step()
+    skipped = optimizer.last_step_skipped
+    unchanged = all(torch.equal(a, b) for a, b in zip(before, net.parameters(), strict=True))
+    optimizer.zero_grad()
+    layouts.loss_of(net, layouts.my_part(layouts.whole_batch(1))).backward()
+    optimizer.step()
+    optimizer.zclip.check_consistency()
+    metrics = optimizer.zclip.metrics()
+    return {
+        "skipped": skipped,
+        "unchanged": unchanged,
+        "counts": [metrics[name] for name in ("steps", "samples", "nonfinite", "skipped")],
+        "next_step_ran": not optimizer.last_step_skipped,
+    }
+
+
+def raise_on_all():
+    """on_nonfinite="raise" with the bad element on one rank."""
+    p = nn.Parameter(torch.zeros(2))
+    p.grad = torch.tensor([1.0, math.nan if dist.get_rank() == 0 else 1.0])
+    try:
+        ZClip(on_nonfinite="raise").step([p])
+    except zclip_ext.NonFiniteGradientError:
+        return "raised"
+    return "did not raise"
+
+
+def p57():
+    """Local norms 3 and 4 of a Shard(0) gradient."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    mesh = init_device_mesh("cpu", (2,))
+    local = torch.tensor([[3.0, 4.0][dist.get_rank()]])
+    p = nn.Parameter(DTensor.from_local(torch.zeros(1), mesh, [Shard(0)]))
+    p.grad = DTensor.from_local(local, mesh, [Shard(0)])
+    zclip = ZClip(max_grad_norm=1.0)
+    result = zclip.step([p])
+    return [float(result), p.grad.to_local().item(), bits(zclip)]
+
+
+def p58():
+    """Tiny norms: nothing is added to a rank's part before the sum."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    p = nn.Parameter(DTensor.from_local(torch.zeros(1), mesh, [Shard(0)]))
+    p.grad = DTensor.from_local(torch.tensor([1e-6]), mesh, [Shard(0)])
+    return float(ZClip().step([p]))
+
+
+def p60():
+    """2 replicas of 2 shards with local norms 3, 4, 3, 4."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    mesh = init_device_mesh("cpu", (2, 2))
+    placements = [Replicate(), Shard(0)]
+    p = nn.Parameter(DTensor.from_local(torch.zeros(1), mesh, placements, run_check=False))
+    local = torch.tensor([[3.0, 4.0][dist.get_rank() % 2]])
+    p.grad = DTensor.from_local(local, mesh, placements, run_check=False)
+    return float(ZClip().step([p]))
+
+
+def p61():
+    """An expert on each rank, squares 20 and 100, and a dense parameter that both hold."""
+    rank = dist.get_rank()
+    expert, dense = nn.Parameter(torch.full((1,), float(rank))), nn.Parameter(torch.zeros(1))
+    expert.grad = torch.tensor([math.sqrt([20.0, 100.0][rank])])
+    dense.grad = torch.tensor([0.0])
+    zclip = ZClip(shared_by=lambda p: None if p is expert else dist.group.WORLD)
+    total = float(zclip.step([expert, dense]))
+    expert.grad = expert.grad.clone()
+    dense.grad = torch.tensor([2.0])
+    capped = ZClip(max_grad_norm=1.0, shared_by=lambda p: None if p is expert else dist.group.WORLD)
+    capped.step([expert, dense])
+    return [total, dense.grad.item().hex()]
+
+
+def p62():
+    """Two stages with norms 3 and 4; two chunks on a rank; a tied copy with norm 20 on both."""
+    rank = dist.get_rank()
+    alone = nn.Parameter(torch.full((1,), float(rank)))
+    alone.grad = torch.tensor([[3.0, 4.0][rank]])
+    stages = float(ZClip(shared_by=lambda p: None).step([alone]))
+    chunks = [nn.Parameter(torch.full((1,), float(2 * rank + i))) for i in range(2)]
+    for chunk, value in zip(chunks, [[1.0, 2.0], [2.0, 4.0]][rank], strict=True):
+        chunk.grad = torch.tensor([value])
+    zclip = ZClip(shared_by=lambda p: None)
+    both = float(zclip.step(chunks))
+    tied = nn.Parameter(torch.ones(1))
+    tied.grad = torch.tensor([20.0])
+    shared = float(ZClip().step([tied]))
+    return [stages, both, zclip.metrics()["samples"], shared]
+
+
+def p63():
+    return norm("mixed")["norm"]
+
+
+def p64():
+    """The last rank has no gradient at all."""
+    p = nn.Parameter(torch.zeros(2))
+    if dist.get_rank() == 0:
+        p.grad = torch.tensor([3.0, 4.0])
+    zclip = ZClip(shared_by=lambda p: None)
+    with CommDebugMode() as first:
+        a = float(zclip.step([p]))
+    with CommDebugMode() as second:
+        b = float(zclip.clip([p]))
+    return [a, b, first.get_total_counts(), second.get_total_counts()]
+
+
+def p66():
+    """A group whose backend can't reduce what lies on the CPU is met on its own device."""
+    from zclip_ext import distributed
+
+    class Module:
+        current_device = staticmethod(lambda: 3)
+
+    real = dist.get_backend_config, torch.get_device_module
+    try:
+        dist.get_backend_config = lambda group=None: "cuda:nccl"
+        torch.get_device_module = lambda device: Module
+        return str(distributed._meeting_place(None, torch.device("cpu")))
+    finally:
+        dist.get_backend_config, torch.get_device_module = real
+
+
+def p67(use_orig_params):
+    """A subset of an FSDP1 model's parameters: their global norm with the module, an error without."""
+    layout = layouts.fsdp1("FULL_SHARD", use_orig_params)
+    backward(layout, 0)
+    subset = list(layout.model._fsdp_wrapped_module.blocks[0].parameters())
+    result = float(ZClip().clip(subset, layout.model))
+    wanted = norm_of(g for name, g in reference_gradients(0).items() if name.startswith("blocks.0"))
+    try:
+        ZClip().step(subset)
+        error = "none"
+    except RuntimeError as problem:
+        error = str(problem)
+    return [result, wanted, error]
+
+
+def undeclared_stages():
+    """Plain parameters that differ by rank, and nobody said so."""
+    p = nn.Parameter(torch.full((1,), float(dist.get_rank())))
+    p.grad = torch.tensor([1.0])
+    try:
+        ZClip().step([p])
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def wrongly_declared():
+    """Replicas of (0, 1) and (2, 3) are declared, but the ranks of a pair differ."""
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    p = nn.Parameter(torch.full((1,), float(dist.get_rank() % 2)))
+    p.grad = torch.tensor([1.0])
+    try:
+        ZClip(shared_by=pairs[dist.get_rank() // 2]).step([p])
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def stages_with_replicas():
+    """Two stages of two replicas each, as a pipeline with data parallel has."""
+    rank = dist.get_rank()
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    p = nn.Parameter(torch.full((1,), float(rank // 2)))
+    p.grad = torch.tensor([[3.0, 4.0][rank // 2]])
+    return float(ZClip(shared_by=pairs[rank // 2]).step([p]))
+
+
+def training_apart():
+    """Ranks that train models of their own."""
+    groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+    p = nn.Parameter(torch.full((1,), float(dist.get_rank())))
+    p.grad = torch.tensor([float(dist.get_rank() + 1)])
+    return float(ZClip(group=groups[dist.get_rank()]).step([p]))
+
+
+def inconsistent():
+    """One rank saw another norm: found and named on all."""
+    zclip = ZClip()
+    zclip.check_consistency()
+    numbers = zclip.state_dict()
+    if dist.get_rank() == 1:
+        numbers["warmup_mean"] = 0.5
+    zclip.load_state_dict(numbers)
+    try:
+        zclip.check_consistency()
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def pipeline():
+    """torch.distributed.pipelining over two stages: one norm of the whole model, clipped alike."""
+    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
+    rank, net = dist.get_rank(), layouts.Net()
+    stage = net.blocks[0] if rank == 0 else nn.Sequential(net.blocks[1], net.head)
+    batch = layouts.whole_batch(0)
+    schedule = ScheduleGPipe(
+        PipelineStage(stage, rank, 2, torch.device("cpu")),
+        n_microbatches=2,
+        loss_fn=lambda out, target: (out - target).square().mean(),
+    )
+    if rank == 0:
+        schedule.step(batch)
+    else:
+        schedule.step(target=torch.zeros(8, 4, 1), losses=[])
+    optimizer = ZClipOptimizer(torch.optim.SGD(stage.parameters(), lr=0.1), shared_by=lambda p: None, max_grad_norm=CAP)
+    optimizer.step()
+    optimizer.zclip.check_consistency()
+    wanted = reference_gradients(0)
+    return [float(optimizer.zclip.last), norm_of(wanted.values())]
+
+
+def checkpoint_save(name, folder, *arguments):
+    """Trains some steps, one of them a spike, and saves."""
+    layout, optimizer = trained(name, range(30), *arguments)
+    if name == "fsdp1":
+        save_fsdp1(layout.model, optimizer, folder)
+    else:
+        import torch.distributed.checkpoint as dcp
+
+        dcp.save(states(layout, optimizer), checkpoint_id=folder)
+    return bits(optimizer.zclip)
+
+
+def checkpoint_load(name, folder, *arguments):
+    """Loads it, perhaps on another number of ranks; the next decisions."""
+    layout, optimizer = trained(name, range(0), *arguments)
+    if name == "fsdp1":
+        load_fsdp1(layout.model, optimizer, folder)
+    else:
+        import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint.state_dict import set_model_state_dict, set_optimizer_state_dict
+
+        state = states(layout, optimizer)
+        dcp.load(state, checkpoint_id=folder)
+        set_model_state_dict(layout.model, state["model"])
+        set_optimizer_state_dict(layout.model, optimizer, state["optimizer"])
+    loaded = bits(optimizer.zclip)
+    train(layout, optimizer, range(30, 36))
+    optimizer.zclip.check_consistency()
+    return [loaded, float(optimizer.zclip.last), optimizer.zclip.metrics()["mean"]]
+
+
+def states(layout, optimizer):
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+
+    return {"model": get_model_state_dict(layout.model), "optimizer": get_optimizer_state_dict(layout.model, optimizer)}
+
+
+def save_fsdp1(model, optimizer, folder):
+    """FSDP1's own way: for dcp.load its states lack keys on some ranks, whatever the optimizer (torch 2.13)."""
+    with layouts.FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT):
+        state = {
+            "model": model.state_dict(),
+            "optimizer": layouts.FullyShardedDataParallel.optim_state_dict(model, optimizer),
+        }
+    if dist.get_rank() == 0:
+        torch.save(state, f"{folder}.pt")
+    dist.barrier()
+
+
+def load_fsdp1(model, optimizer, folder):
+    state = torch.load(f"{folder}.pt", weights_only=True)
+    with layouts.FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT):
+        model.load_state_dict(state["model"])
+        inner = layouts.FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, state["optimizer"])
+    optimizer.load_state_dict(inner)
+
+
+def trained(name, steps, *arguments):
+    layout = layout_of(name, *arguments)
+    inner = torch.optim.AdamW(layout.parameters(), lr=1e-3)
+    optimizer = ZClipOptimizer(inner, model=layout.module, warmup_steps=10)
+    train(layout, optimizer, steps)
+    return layout, optimizer
+
+
+def train(layout, optimizer, steps):
+    for step in steps:
+        optimizer.zero_grad()
+        backward(layout, step, 5.0 if step in (20, 33) else 1.0)
+        optimizer.step()
+
+
+def one_rank_dies():
+    """Rank 1 ends; the others must get an error from their process group, not wait for ever."""
+    import os
+
+    p = nn.Parameter(torch.zeros(1))
+    p.grad = torch.tensor([1.0])
+    zclip = ZClip()
+    zclip.clip([p])
+    if dist.get_rank() == 1:
+        os._exit(1)
+    try:
+        zclip.clip([p])
+    except RuntimeError as error:
+        return f"error as it should be: {type(error).__name__}"
+    return "no error"
