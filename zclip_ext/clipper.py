@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from typing import Any
 
@@ -115,16 +116,17 @@ class ZClip:
     def _measure(self, shares: list[Share], parameters: list[Tensor], model: nn.Module | None) -> Tensor:
         """This rank's part of the sum of squares, and its count of elements that are not finite."""
         device = gradients.device_of(parameters)
-        total = torch.zeros(2, dtype=torch.float64, device=device)
+        parts = []
         for share in shares:
             try:
-                sums = ops.local_sumsq(share.grads, device)
+                part = ops.local_sumsq(share.grads, device)
             except ops.UnsupportedGradientError as error:
                 name = gradients.name_of(gradients.owner(share.parameters, error.index), parameters, model)
                 raise TypeError(f"gradient of {name}: {error.problem}") from None
-            total[0] += sums[0] / share.copies
-            total[1] += sums[1]
-        return total
+            if share.copies != 1:
+                part[0] /= share.copies
+            parts.append(part)
+        return functools.reduce(torch.add, parts) if parts else torch.zeros(2, dtype=torch.float64, device=device)
 
     def check_consistency(self) -> None:
         """Proves, with one collective, that all ranks have the same state, bit for bit. All ranks must call it.
