@@ -31,7 +31,8 @@ NORMS = {
 STREAMS = ["ddp", "fsdp2"]
 OTHERS = {
     2: [
-        *("p57", "p58", "p61", "p62", "p64", "p66", "p67:True", "p67:False", "raise_on_all", "undeclared_stages"),
+        *("p57", "p58", "p61", "p62", "p64", "p66", "p67:True", "p67:False", "p69", "raise_on_all"),
+        "undeclared_stages",
         *("bad_gradient_on_one_rank:nan", "bad_gradient_on_one_rank:inf", "training_apart", "inconsistent", "pipeline"),
     ],
     4: ["p60", "stages_with_replicas", "wrongly_declared", "bad_gradient_on_one_rank:nan"],
@@ -144,6 +145,13 @@ def test_p68_the_norms_do_not_depend_on_the_number_of_ranks(reports, name):
     for world in (2, 4):
         for norms in of(reports, world, f"one_sample_each:{name}"):
             assert norms == pytest.approx(one, rel=1e-5)
+
+
+def test_p69_gradients_that_are_not_averaged_are_warned_of_once(reports):
+    for averaged, first, second in of(reports, 2, "p69"):
+        assert averaged == second == []
+        assert len(first) == 1
+        assert "is it called within DDP.no_sync()" in first[0]
 
 
 @pytest.mark.parametrize(("world", "value"), [(2, "nan"), (2, "inf"), (4, "nan")])

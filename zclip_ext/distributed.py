@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from . import gradients, ops
+from .telemetry import warn
 
 #: A process group for all parameters, or a function that names the group of each (None: this rank alone holds it).
 SharedBy: TypeAlias = Any | Callable[[Tensor], Any] | None
@@ -63,6 +64,7 @@ class Ranks:
         self.shared_by = shared_by
         self._known: list[Tensor] = []
         self._buckets: list[Bucket] = []
+        self._has_warned = False
 
     @staticmethod
     def _are_there() -> bool:
@@ -82,7 +84,22 @@ class Ranks:
         """Adds up what all ranks have; the same bits on each of them."""
         if not self._are_there() or dist.get_world_size(self.group) == 1:
             return sums
-        return _reduced(sums, self.group, dist.ReduceOp.SUM)
+        total = _reduced(sums, self.group, dist.ReduceOp.SUM)
+        # Looking would wait for another device than the CPU.
+        if total.device.type == "cpu" and not self._has_warned:
+            self._compare(sums[0].item(), total[0].item())
+        return total
+
+    def _compare(self, part: float, total: float) -> None:
+        """Copies of a model have the same gradients on all ranks where these are averaged: all parts are equal."""
+        world = dist.get_world_size(self.group)
+        copied = all(bucket.copies == world for bucket in self._buckets)
+        if copied and math.isfinite(total) and not math.isclose(part * world, total, rel_tol=1e-9):
+            self._has_warned = True
+            warn(
+                "ranks that hold copies of the same parameters have different gradients. ZClip wants gradients that "
+                "are final and averaged: is it called within DDP.no_sync(), or before they are reduced?"
+            )
 
     def check_equal(self, values: Tensor, names: Sequence[str]) -> None:
         """Raises on all ranks alike where the values (float64) are not the same bits on each of them.
@@ -223,7 +240,7 @@ def _check_holders(buckets: list[Bucket]) -> None:
 
 
 def _reduced(values: Tensor, group: Any, op: Any) -> Tensor:
-    meeting = values.to(_meeting_place(group, values.device))
+    meeting = values.to(_meeting_place(group, values.device), copy=True)
     dist.all_reduce(meeting, op=op, group=group)
     return meeting.to(values.device)
 

@@ -1,5 +1,6 @@
 """What each rank does in a case, and returns for the test to judge. The names of cases are those of these functions."""
 
+import contextlib
 import math
 
 import layouts
@@ -268,6 +269,22 @@ def p67(use_orig_params):
     except RuntimeError as problem:
         error = str(problem)
     return [result, wanted, error]
+
+
+def p69():
+    """Gradients that DDP has not averaged, and then ones that it has."""
+    import warnings
+
+    net = layouts.ddp().model
+    zclip, seen = ZClip(), []
+    for averaged in (True, False, False):
+        net.zero_grad()
+        with contextlib.nullcontext() if averaged else net.no_sync(), warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            layouts.loss_of(net, layouts.my_part(layouts.whole_batch(0))).backward()
+            zclip.clip(list(net.parameters()))
+        seen.append([str(w.message) for w in caught if w.category is zclip_ext.ZClipWarning])
+    return seen
 
 
 def undeclared_stages():
