@@ -117,10 +117,7 @@ class Run:
     def load(self, path: Path, settings: dict[str, Any]) -> None:
         """Takes back what :meth:`save` wrote; a run goes on from there to the bits that it would have come to."""
         saved = torch.load(path, map_location="cpu", weights_only=True)
-        for name, value in settings.items():
-            had = saved["settings"].get(name)
-            if had != value:
-                raise SettingError(f"{name}: got {value}, but {path} has {had}; give the same, or another --out")
+        check_settings(settings, saved["settings"], path)
         self.model.load_state_dict(saved["model"])
         self.optimizer.load_state_dict(saved["optimizer"])
         self.scheduler.load_state_dict(saved["scheduler"])
@@ -171,14 +168,27 @@ def train(run: Run, data: StdlibText, args: argparse.Namespace, progress: Progre
             began = time.perf_counter()
             tokens, bad = data.train_batch(run.step)
             row = {"step": run.step, "bad": bad, "loss": run.train_step(tokens.to(args.device)), **run.clipping()}
-            strict = {name: value if math.isfinite(value) else None for name, value in row.items()}
-            log.write(json.dumps(strict, allow_nan=False) + "\n")
+            log.write(log_line(row))
             run.seconds += time.perf_counter() - began
             progress.update(bar, completed=run.step, note=NOTE.format_map(row))
             if run.step % args.checkpoint_every == 0:
                 run.save(checkpoint, args.settings)
     if run.step > start:
         run.save(checkpoint, args.settings)
+
+
+def check_settings(settings: dict[str, Any], saved: dict[str, Any], path: Path) -> None:
+    """A run goes on only with the settings that it was saved with at ``path``."""
+    for name, value in settings.items():
+        had = saved.get(name)
+        if had != value:
+            raise SettingError(f"{name}: got {value}, but {path} has {had}; give the same, or another --out")
+
+
+def log_line(row: dict[str, Any]) -> str:
+    """A row of the log as strict JSON, which has no inf and no NaN: null."""
+    strict = {name: value if math.isfinite(value) else None for name, value in row.items()}
+    return json.dumps(strict, allow_nan=False) + "\n"
 
 
 def open_log(path: Path, step: int) -> TextIO:
