@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-SOURCES := zclip_ext tests integrations benchmarks setup.py
+SOURCES := .
 
 .PHONY: demo test bench venv lint format clean
 
