@@ -107,6 +107,7 @@ def train(args: argparse.Namespace) -> None:
     optimizer.zclip.check_consistency()  # all ranks must call it
     if log is not None:
         print("zclip:", ", ".join(f"{name} {value:.4g}" for name, value in optimizer.zclip.metrics().items()))
+    dist.barrier()  # a rank that leaves while others still talk to it ends by an abort now and then
     dist.destroy_process_group()
 
 

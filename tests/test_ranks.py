@@ -32,10 +32,12 @@ STREAMS = ["ddp", "fsdp2"]
 OTHERS = {
     2: [
         *("p57", "p58", "p61", "p62", "p64", "p66", "p67:True", "p67:False", "p69", "raise_on_all"),
-        "undeclared_stages",
+        *("undeclared_stages", "same_seed_experts", "shards_outside_of_shared_by", "values_that_cannot_be_read"),
+        *("weights_with_nan:all", "weights_with_nan:one", "weights_with_nan:differ", "a_list_that_differs_by_rank"),
+        *("declared_on_one_rank", "a_rank_without_parameters", "pickled"),
         *("bad_gradient_on_one_rank:nan", "bad_gradient_on_one_rank:inf", "training_apart", "inconsistent", "pipeline"),
     ],
-    4: ["p60", "stages_with_replicas", "wrongly_declared", "bad_gradient_on_one_rank:nan"],
+    4: ["p60", "stages_with_replicas", "wrongly_declared", "one_stage_wrong", "bad_gradient_on_one_rank:nan"],
 }
 CHECKPOINTS = ["ddp", "fsdp1:FULL_SHARD:True", "fsdp1:FULL_SHARD:False", "fsdp2"]
 
@@ -123,13 +125,13 @@ def test_p63_plain_parameters_beside_sharded_ones(reports):
 
 
 def test_p64_a_rank_without_gradients_joins_in(reports):
-    for first, second, *collectives in of(reports, 2, "p64"):
-        assert first == second == 5.0
+    for norms, collectives in of(reports, 2, "p64"):
+        assert norms == [5.0] * 4
         assert collectives == [1, 1]  # it depends on the model alone how many
 
 
 def test_p66_where_the_backend_can_reduce(reports):
-    assert of(reports, 2, "p66") == ["cuda:3"] * 2
+    assert of(reports, 2, "p66") == [["cuda:3", "cuda:3", "cpu"]] * 2
 
 
 @pytest.mark.parametrize("use_orig_params", [True, False])
@@ -164,10 +166,50 @@ def test_an_error_is_everyones(reports):
     assert of(reports, 2, "raise_on_all") == ["raised"] * 2
 
 
-@pytest.mark.parametrize(("world", "case"), [(2, "undeclared_stages"), (4, "wrongly_declared")])
-def test_a_layout_that_cannot_be_known_is_an_error(reports, world, case):
-    for report in of(reports, world, case):
-        assert re.search(r"don't hold the same parameters.*shared_by=", report)
+@pytest.mark.parametrize(
+    ("world", "case", "what"),
+    [
+        (2, "undeclared_stages", "ranks 0 and 1 don't hold the same parameters"),
+        (2, "weights_with_nan:one", "don't hold the same parameters"),
+        (2, "weights_with_nan:differ", "don't hold the same parameters"),
+        (2, "declared_on_one_rank", "2 ranks are said to hold .*, but only 0 do"),
+        (2, "a_rank_without_parameters", "2 ranks are said to hold .*, but only 0 do"),
+        (4, "wrongly_declared", "ranks 0 and 1 don't hold the same parameters"),
+        (4, "one_stage_wrong", "ranks 2 and 3 don't hold the same parameters"),
+    ],
+)
+def test_a_layout_that_is_wrong_or_not_known_is_everyones_error(reports, world, case, what):
+    first, *others = of(reports, world, case)
+    assert re.search(f"{what}.*shared_by=", first)
+    assert all(report == first for report in others)
+
+
+def test_a_layout_that_shows_late_is_found_when_weights_have_moved(reports):
+    for at_once, later in of(reports, 2, "same_seed_experts"):
+        assert at_once == "no error"
+        assert "don't hold the same parameters" in later
+
+
+def test_shards_outside_of_shared_by_are_an_error(reports):
+    for report in of(reports, 2, "shards_outside_of_shared_by"):
+        assert "is split over ranks 0, 1, but shared_by says that it is spread over 0 alone" in report
+
+
+def test_what_cannot_be_read_is_not_compared(reports):
+    assert of(reports, 2, "values_that_cannot_be_read") == [5.0] * 2
+    assert of(reports, 2, "weights_with_nan:all") == ["no error"] * 2
+
+
+def test_a_list_that_differs_by_rank_does_not_hang(reports):
+    first, second = of(reports, 2, "a_list_that_differs_by_rank")
+    assert first == second
+    assert first[:3] == [5.0] * 3
+
+
+def test_pickle_of_what_holds_a_group_is_refused(reports):
+    for whole, error in of(reports, 2, "pickled"):
+        assert whole == "ZClip()"
+        assert "group= or shared_by= can't be pickled" in error
 
 
 def test_ranks_that_train_apart(reports):

@@ -33,7 +33,7 @@ class ZClip:
         group: process group of all ranks that train the model. None: the default group.
         shared_by: over which ranks copies or shards of the same parameter are spread, where that isn't all of
             ``group``: a process group (in a pipeline: the ranks of this stage), or a function of a parameter that
-            returns its group, or None for one that this rank alone holds (an expert). The first step checks it on the
+            returns its group, or None for one that this rank alone holds (an expert). The first steps check it on the
             parameters' values.
         options: the config's fields by name, the authors' ``mode`` included.
     """
@@ -134,7 +134,8 @@ class ZClip:
         Raises:
             RuntimeError: they don't, on all ranks alike; names the ranks that differ and the field in which they do.
         """
-        self._ranks.check_equal(self._state, rule.STATE_FIELDS)
+        names = (*rule.CONFIG_FIELDS, *rule.STATE_FIELDS)
+        self._ranks.check_equal(torch.cat([self._numbers, self._state]), names)
 
     def decide(self, grad_norm: float | Tensor) -> ClipResult:
         """The rule alone, for a caller that has the global norm already and scales the gradients itself.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -16,11 +17,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from . import gradients, ops
+from . import layout, ops
 from .telemetry import warn
 
 #: A process group for all parameters, or a function that names the group of each (None: this rank alone holds it).
 SharedBy: TypeAlias = Any | Callable[[Tensor], Any] | None
+
+# The calls at which ranks compare their layouts: at once, and after weights that started alike on all ranks have moved.
+_CHECKED = (1, 2, 10, 100)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,25 +34,6 @@ class Share:
     copies: float
     parameters: list[Tensor]
     grads: ops.Gradients
-
-
-@dataclasses.dataclass
-class Bucket:
-    """Parameters that lie on the ranks in the same way.
-
-    ``holders`` are the ranks over which a copy or a shard of each is spread, ``split_over`` the groups over which it is
-    split, ``copies`` how many of the holders hold the same part.
-    """
-
-    holders: tuple[int, ...]
-    group: Any
-    split_over: tuple[Any, ...]
-    on_mesh: bool
-    parameters: list[Tensor]
-
-    @property
-    def copies(self) -> float:
-        return len(self.holders) / math.prod(dist.get_world_size(group) for group in self.split_over)
 
 
 class Ranks:
@@ -62,8 +47,13 @@ class Ranks:
     def __init__(self, group: Any = None, shared_by: SharedBy = None) -> None:
         self.group = group
         self.shared_by = shared_by
+        self._forget(None)
+
+    def _forget(self, world: Any) -> None:
+        self._world = world  # process groups may be made anew within a process
+        self._calls = 0
         self._known: list[Tensor] = []
-        self._buckets: list[Bucket] = []
+        self._buckets: list[layout.Bucket] = []
         self._has_warned = False
 
     @staticmethod
@@ -71,14 +61,47 @@ class Ranks:
         return dist.is_available() and dist.is_initialized()
 
     def shares(self, parameters: list[Tensor], model: nn.Module | None) -> list[Share]:
-        """This rank's part of the gradients that are there."""
+        """This rank's part of the gradients that are there.
+
+        Raises:
+            RuntimeError: the layout can't be known; or, on all ranks alike at the calls of ``_CHECKED``, ranks don't
+                agree on it.
+        """
         if not self._are_there():
             return [Share(1.0, parameters, ops.collect(parameters))]
+        if self._world is not dist.group.WORLD:
+            self._forget(dist.group.WORLD)
+        self._calls += 1
+        problem = None
         if not _same(parameters, self._known):
-            self._buckets = self._lay_out(parameters, model)
-            _check_holders(self._buckets)
+            try:
+                self._buckets = layout.lay_out(parameters, model, self._group_of)
+            except RuntimeError as error:
+                problem = str(error)
             self._known = list(parameters)
+        # When to check depends on the number of calls alone, which is the same on all ranks.
+        if self._calls in _CHECKED and dist.get_world_size(self.group) > 1:
+            self._check(problem)
+        elif problem is not None:
+            raise RuntimeError(problem)
         return [Share(bucket.copies, bucket.parameters, _local_gradients(bucket)) for bucket in self._buckets]
+
+    def _check(self, problem: str | None) -> None:
+        """Each rank tells all others how its parameters lie; all come to the same verdict."""
+        mine = (dist.get_rank(), problem, [] if problem else [layout.tell(bucket) for bucket in self._buckets])
+        everyone: list[Any] = [None] * dist.get_world_size(self.group)
+        dist.all_gather_object(everyone, mine, group=self.group)
+        failed = [f"rank {rank}: {text}" for rank, text, _ in everyone if text is not None]
+        if failed:
+            raise RuntimeError(failed[0])
+        wrong = layout.disagreement({rank: told for rank, _, told in everyone})
+        if wrong is not None:
+            raise RuntimeError(
+                f"{wrong}. Hand in all parameters, also those without gradients, and say over which ranks copies or "
+                "shards of one are spread: shared_by=a process group (in a pipeline: the ranks of this stage), or a "
+                "function of a parameter that returns its group, or None for one that this rank alone holds (an "
+                "expert). Ranks that train models apart: group=a group of each alone"
+            )
 
     def total(self, sums: Tensor) -> Tensor:
         """Adds up what all ranks have; the same bits on each of them."""
@@ -109,11 +132,11 @@ class Ranks:
         """
         if not self._are_there():
             return
-        bits = values.detach().view(torch.int64).to(_meeting_place(self.group, values.device))
+        bits = values.detach().view(torch.int64).to(_meeting_place(self.group))
         everyone = [torch.empty_like(bits) for _ in range(dist.get_world_size(self.group))]
         dist.all_gather(everyone, bits, group=self.group)
-        states = [tuple(state.tolist()) for state in everyone]
-        usual = max(states, key=states.count)
+        states = [tuple(state) for state in torch.stack(everyone).tolist()]
+        (usual, _), *_ = Counter(states).most_common(1)
         odd = [rank for rank, state in enumerate(states) if state != usual]
         if odd:
             field = next(index for index, (a, b) in enumerate(zip(states[odd[0]], usual, strict=True)) if a != b)
@@ -122,38 +145,15 @@ class Ranks:
             ranks = ", ".join(str(dist.get_global_rank(group, rank)) for rank in odd)
             raise RuntimeError(f"ZClip's state is not the same on all ranks: rank {ranks} differs from most in {where}")
 
-    def _lay_out(self, parameters: list[Tensor], model: nn.Module | None) -> list[Bucket]:
-        flat_shards = _flat_shards(model)
-        buckets: dict[Any, Bucket] = {}
-        for parameter in {id(p): p for p in parameters}.values():
-            on_mesh = gradients.is_dtensor(parameter)
-            if on_mesh:
-                split_over = _split_of_dtensor(parameter)
-            elif getattr(parameter, "_fsdp_flattened", False):
-                if id(parameter) not in flat_shards:
-                    name = gradients.name_of(parameter, parameters, model)
-                    raise RuntimeError(
-                        f"{name} is a shard of FSDP, and over which ranks it is split stands in the FSDP module alone: "
-                        "hand it in, as ZClipOptimizer(..., model=model) or zclip.step(model)"
-                    )
-                split_over = flat_shards[id(parameter)]
-            else:
-                split_over = ()
-            group = self._group_of(parameter)
-            holders = (dist.get_rank(),) if group is None else tuple(dist.get_process_group_ranks(group))
-            key = (holders, tuple(map(_ranks_of, split_over)), on_mesh)
-            bucket = buckets.setdefault(key, Bucket(holders, group, split_over, on_mesh, []))
-            bucket.parameters.append(parameter)
-        # In an order that ranks agree on: their first step reduces over the groups of each.
-        return [buckets[key] for key in sorted(buckets)]
-
     def _group_of(self, parameter: Tensor) -> Any:
         if self.shared_by is None:
             return self.group if self.group is not None else dist.group.WORLD
         return self.shared_by(parameter) if callable(self.shared_by) else self.shared_by
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_known": [], "_buckets": []}
+    def __reduce__(self) -> Any:
+        if self.group is not None or self.shared_by is not None:
+            raise TypeError("a ZClip with group= or shared_by= can't be pickled: a process group lives in its process")
+        return Ranks, ()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Ranks:
         return Ranks(self.group, self.shared_by)  # a process group can't be copied, and need not be
@@ -163,11 +163,7 @@ def _same(first: list[Tensor], second: list[Tensor]) -> bool:
     return len(first) == len(second) and all(a is b for a, b in zip(first, second, strict=True))
 
 
-def _ranks_of(group: Any) -> tuple[int, ...]:
-    return tuple(dist.get_process_group_ranks(group))
-
-
-def _local_gradients(bucket: Bucket) -> ops.Gradients:
+def _local_gradients(bucket: layout.Bucket) -> ops.Gradients:
     """This rank's parts; of a DTensor, brought to its parameter's placements first."""
     if not bucket.on_mesh:
         return ops.collect(bucket.parameters)
@@ -184,72 +180,21 @@ def _local_gradients(bucket: Bucket) -> ops.Gradients:
     return ops.of(local)
 
 
-def _split_of_dtensor(parameter: Any) -> tuple[Any, ...]:
-    mesh = parameter.device_mesh
-    return tuple(mesh.get_group(dim) for dim, place in enumerate(parameter.placements) if not place.is_replicate())
-
-
-def _flat_shards(model: nn.Module | None) -> dict[int, tuple[Any, ...]]:
-    """For each parameter that FSDP1 has flattened, by id: the group over which it is split."""
-    if model is None:
-        return {}
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
-    shards: dict[int, tuple[Any, ...]] = {}
-    for module in FullyShardedDataParallel.fsdp_modules(model):
-        handle = module._handle
-        if handle is not None:
-            split_over = (handle.process_group,) if handle.uses_sharded_strategy else ()
-            for parameter in (handle.flat_param, *(handle.flat_param._params or ())):
-                shards[id(parameter)] = split_over
-    return shards
-
-
-def _check_holders(buckets: list[Bucket]) -> None:
-    """Once, at the first step: the ranks that are said to hold a parameter do, as its values tell.
-
-    Raises:
-        RuntimeError: they don't; on all ranks of a group that isn't one.
-    """
-    fingerprints: dict[tuple[int, ...], tuple[Any, Tensor]] = {}
-    for bucket in buckets:
-        values = [p.to_local() if bucket.on_mesh else p for p in bucket.parameters]  # type: ignore[attr-defined]
-        device = values[0].device
-        held = torch.stack(
-            [
-                ops.local_sumsq([value.detach() for value in values], device)[0],
-                torch.tensor(sum(value.numel() for value in values), dtype=torch.float64, device=device),
-            ]
-        )
-        for group in bucket.split_over:
-            held = _reduced(held, group, dist.ReduceOp.SUM)
-        before = fingerprints.get(bucket.holders, (None, torch.zeros_like(held)))[1]
-        fingerprints[bucket.holders] = (bucket.group, before.to(device) + held)
-    for holders, (group, held) in fingerprints.items():
-        if len(holders) == 1:
-            continue
-        most, least = _reduced(torch.stack([held, -held]), group, dist.ReduceOp.MAX)
-        # The order of a sum over ranks may differ between copies.
-        if bool(((most + least).abs() > 1e-9 * most.abs()).any()):
-            raise RuntimeError(
-                f"ranks {', '.join(map(str, holders))} don't hold the same parameters: their values differ. Say over "
-                "which ranks copies or shards of one are spread: shared_by=a process group (in a pipeline: the ranks "
-                "of this stage), or a function of a parameter that returns its group, or None for one that this rank "
-                "alone holds (an expert). Ranks that train models apart: group=a group of each alone"
-            )
-
-
 def _reduced(values: Tensor, group: Any, op: Any) -> Tensor:
-    meeting = values.to(_meeting_place(group, values.device), copy=True)
+    meeting = values.to(_meeting_place(group), copy=True)
     dist.all_reduce(meeting, op=op, group=group)
     return meeting.to(values.device)
 
 
-def _meeting_place(group: Any, device: torch.device) -> torch.device:
-    """Where the group's backend can reduce: NCCL has nothing for gradients that are offloaded to the CPU."""
-    kinds = [part.split(":")[0] for part in dist.get_backend_config(group).split(",")]
-    if device.type in kinds:
-        return device
-    if kinds[0] == "cpu":
-        return torch.device("cpu")
-    return torch.device(kinds[0], torch.get_device_module(kinds[0]).current_device())
+def _meeting_place(group: Any) -> torch.device:
+    """Where a group's ranks reduce: it depends on the group alone, so that all meet, wherever their gradients are.
+
+    On an accelerator that has a backend of its own (NCCL has nothing for gradients offloaded to the CPU), else the CPU.
+    """
+    backends = dict(part.split(":") for part in dist.get_backend_config(group).split(","))
+    for kind, backend in backends.items():
+        if kind != "cpu" and backend not in ("gloo", "mpi"):
+            module = torch.get_device_module(kind)
+            if module.is_available():
+                return torch.device(kind, module.current_device())
+    return torch.device("cpu")

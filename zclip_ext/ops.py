@@ -129,6 +129,12 @@ def _scale(grads: Gradients, scale: Tensor) -> None:
         _compiled.scale(grads, scale.item(), torch.get_num_threads())
 
 
+def is_readable(tensor: Tensor) -> bool:
+    """Whether :func:`local_sumsq` takes it."""
+    plain = not hasattr(type(tensor), "__tensor_flatten__") and not tensor.is_meta
+    return plain and tensor.dtype in DTYPES and tensor.layout in (torch.strided, torch.sparse_coo)
+
+
 def _readable(index: int, grad: Tensor) -> Tensor:
     """The gradient as a dense tensor: itself where it is one, else a copy."""
     if hasattr(type(grad), "__tensor_flatten__"):

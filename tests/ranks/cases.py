@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import warnings
 
 import layouts
 import torch
@@ -60,6 +61,7 @@ def norm(name, *arguments):
     for key, gradient in expected.items():
         clipped = gradient * (CAP / wanted)
         worst = max(worst, ((ours[key].float().view_as(clipped) - clipped).abs().max() / clipped.abs().max()).item())
+    zclip.clip(layout.parameters(), layout.module)  # layouts are compared at the first two calls
     with CommDebugMode() as communication:
         zclip.clip(layout.parameters(), layout.module)
     zclip.check_consistency()
@@ -122,8 +124,6 @@ def bad_gradient_on_one_rank(value):
     layouts.loss_of(net, layouts.my_part(layouts.whole_batch(0))).backward()
     if dist.get_rank() == dist.get_world_size() - 1:
         next(net.parameters()).grad.view(-1)[0] = float(value)
-    import warnings
-
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         optimizer.step()
@@ -233,11 +233,12 @@ def p64():
     if dist.get_rank() == 0:
         p.grad = torch.tensor([3.0, 4.0])
     zclip = ZClip(shared_by=lambda p: None)
-    with CommDebugMode() as first:
-        a = float(zclip.step([p]))
-    with CommDebugMode() as second:
-        b = float(zclip.clip([p]))
-    return [a, b, first.get_total_counts(), second.get_total_counts()]
+    norms, collectives = [float(zclip.step([p])), float(zclip.clip([p]))], []
+    for _ in range(2):
+        with CommDebugMode() as communication:
+            norms.append(float(zclip.clip([p])))
+        collectives.append(communication.get_total_counts())
+    return [norms, collectives]
 
 
 def p66():
@@ -246,14 +247,18 @@ def p66():
 
     class Module:
         current_device = staticmethod(lambda: 3)
+        is_available = staticmethod(lambda: True)
 
     real = dist.get_backend_config, torch.get_device_module
+    places = []
     try:
-        dist.get_backend_config = lambda group=None: "cuda:nccl"
         torch.get_device_module = lambda device: Module
-        return str(distributed._meeting_place(None, torch.device("cpu")))
+        for config in ("cuda:nccl", "cpu:gloo,cuda:nccl", "cpu:gloo,cuda:gloo"):
+            dist.get_backend_config = lambda group=None, config=config: config
+            places.append(str(distributed._meeting_place(None)))
     finally:
         dist.get_backend_config, torch.get_device_module = real
+    return places
 
 
 def p67(use_orig_params):
@@ -273,8 +278,6 @@ def p67(use_orig_params):
 
 def p69():
     """Gradients that DDP has not averaged, and then ones that it has."""
-    import warnings
-
     net = layouts.ddp().model
     zclip, seen = ZClip(), []
     for averaged in (True, False, False):
@@ -291,11 +294,7 @@ def undeclared_stages():
     """Plain parameters that differ by rank, and nobody said so."""
     p = nn.Parameter(torch.full((1,), float(dist.get_rank())))
     p.grad = torch.tensor([1.0])
-    try:
-        ZClip().step([p])
-    except RuntimeError as error:
-        return str(error)
-    return "no error"
+    return error_of(lambda: ZClip().step([p]))
 
 
 def wrongly_declared():
@@ -303,11 +302,7 @@ def wrongly_declared():
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     p = nn.Parameter(torch.full((1,), float(dist.get_rank() % 2)))
     p.grad = torch.tensor([1.0])
-    try:
-        ZClip(shared_by=pairs[dist.get_rank() // 2]).step([p])
-    except RuntimeError as error:
-        return str(error)
-    return "no error"
+    return error_of(lambda: ZClip(shared_by=pairs[dist.get_rank() // 2]).step([p]))
 
 
 def stages_with_replicas():
@@ -317,6 +312,93 @@ def stages_with_replicas():
     p = nn.Parameter(torch.full((1,), float(rank // 2)))
     p.grad = torch.tensor([[3.0, 4.0][rank // 2]])
     return float(ZClip(shared_by=pairs[rank // 2]).step([p]))
+
+
+def same_seed_experts():
+    """Experts that start alike on all ranks, undeclared: found when they have moved."""
+    p = nn.Parameter(torch.ones(4))
+    optimizer = ZClipOptimizer(torch.optim.SGD([p], lr=0.1))
+    errors = []
+    for _ in range(2):
+        p.grad = torch.full((4,), float(dist.get_rank() + 1))
+        errors.append(error_of(optimizer.step))
+    return errors
+
+
+def shards_outside_of_shared_by():
+    """FSDP2 splits a parameter over all ranks, and shared_by says that each rank alone holds it."""
+    layout = layouts.fsdp2()
+    backward(layout, 0)
+    return error_of(lambda: ZClip(shared_by=lambda p: None).clip(layout.parameters()))
+
+
+def values_that_cannot_be_read():
+    """A frozen quantised weight beside the trained ones."""
+    frozen = nn.Parameter(torch.ones(4, dtype=torch.uint8), requires_grad=False)
+    p = nn.Parameter(torch.ones(2))
+    p.grad = torch.tensor([3.0, 4.0])
+    return float(ZClip().step([frozen, p]))
+
+
+def weights_with_nan(where):
+    """NaN in a weight, on all ranks or on one; the ranks hold the same elsewhere, or don't."""
+    p = nn.Parameter(torch.ones(3) + (dist.get_rank() if where == "differ" else 0))
+    if where != "one" or dist.get_rank() == 0:
+        p.data[0] = math.nan
+    p.grad = torch.tensor([3.0, 4.0, 0.0])
+    return error_of(lambda: ZClip().step([p]))
+
+
+def a_list_that_differs_by_rank():
+    """Parameters without a gradient left out of the list, on one rank, at a call that compares nothing."""
+    first, second = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
+    zclip, norms = ZClip(), []
+    for call in range(4):
+        first.grad, second.grad = torch.tensor([3.0]), torch.tensor([4.0])
+        parameters = [first] if call == 3 and dist.get_rank() == 1 else [first, second]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            norms.append(float(zclip.clip(parameters)))
+    return norms
+
+
+def declared_on_one_rank():
+    p = nn.Parameter(torch.full((1,), float(dist.get_rank())))
+    p.grad = torch.tensor([1.0])
+    shared_by = (lambda p: None) if dist.get_rank() == 1 else None
+    return error_of(lambda: ZClip(shared_by=shared_by).step([p]))
+
+
+def a_rank_without_parameters():
+    p = nn.Parameter(torch.ones(1))
+    p.grad = torch.tensor([1.0])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return error_of(lambda: ZClip().step([p] if dist.get_rank() == 0 else []))
+
+
+def one_stage_wrong():
+    """Four ranks, two stages; the second stage's replicas differ: an error on the first stage's ranks, too."""
+    rank = dist.get_rank()
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    p = nn.Parameter(torch.full((1,), float(rank) if rank >= 2 else 0.0))
+    p.grad = torch.tensor([1.0])
+    return error_of(lambda: ZClip(shared_by=pairs[rank // 2]).step([p]))
+
+
+def pickled():
+    import pickle
+
+    whole = pickle.loads(pickle.dumps(ZClip()))
+    return [repr(whole), error_of(lambda: pickle.dumps(ZClip(group=dist.group.WORLD)), TypeError)]
+
+
+def error_of(run, kind=RuntimeError):
+    try:
+        run()
+    except kind as error:
+        return str(error)
+    return "no error"
 
 
 def training_apart():
@@ -335,11 +417,7 @@ def inconsistent():
     if dist.get_rank() == 1:
         numbers["warmup_mean"] = 0.5
     zclip.load_state_dict(numbers)
-    try:
-        zclip.check_consistency()
-    except RuntimeError as error:
-        return str(error)
-    return "no error"
+    return error_of(zclip.check_consistency)
 
 
 def pipeline():
