@@ -304,7 +304,7 @@ def build_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     methods = "none, clip_grad_norm_ to 1, ZClip, ZClip that also limits the norm to 1, or all four one after another"
     add("--method", choices=[*CAPS, "all"], default="all", help=methods)
-    add("--steps", type=whole(1, 10**9), default=400, help="of each run; more than before goes on with --resume")
+    add("--steps", type=whole(1, 10**9), default=360, help="of each run; more than before goes on with --resume")
     add("--lr", type=real(0, 10), default=3e-3, help=f"of AdamW, after {WARMUP_STEPS} steps of warm-up")
     add("--batch", type=whole(1, 4096), default=8, help="windows of text in a step")
     add("--length", type=whole(2, 4096), default=128, help="bytes in a window")
