@@ -191,8 +191,11 @@ def test_a_layout_that_shows_late_is_found_when_weights_have_moved(reports):
 
 
 def test_shards_outside_of_shared_by_are_an_error(reports):
-    for report in of(reports, 2, "shards_outside_of_shared_by"):
-        assert "is split over ranks 0, 1, but shared_by says that it is spread over 0 alone" in report
+    # At calls that compare layouts and at those that don't.
+    for rank, errors in enumerate(of(reports, 2, "shards_outside_of_shared_by")):
+        assert len(errors) == 4
+        assert all("is split over ranks 0, 1, but shared_by says" in error for error in errors)
+        assert f"spread over {rank} alone" in errors[-1]
 
 
 def test_what_cannot_be_read_is_not_compared(reports):

@@ -76,9 +76,9 @@ class Ranks:
         if not _same(parameters, self._known):
             try:
                 self._buckets = layout.lay_out(parameters, model, self._group_of)
+                self._known = list(parameters)
             except RuntimeError as error:
                 problem = str(error)
-            self._known = list(parameters)
         # When to check depends on the number of calls alone, which is the same on all ranks.
         if self._calls in _CHECKED and dist.get_world_size(self.group) > 1:
             self._check(problem)
@@ -107,7 +107,9 @@ class Ranks:
         """Adds up what all ranks have; the same bits on each of them."""
         if not self._are_there() or dist.get_world_size(self.group) == 1:
             return sums
-        total = _reduced(sums, self.group, dist.ReduceOp.SUM)
+        total = sums.to(_meeting_place(self.group), copy=True)  # the reduction is in place
+        dist.all_reduce(total, group=self.group)
+        total = total.to(sums.device)
         # Looking would wait for another device than the CPU.
         if total.device.type == "cpu" and not self._has_warned:
             self._compare(sums[0].item(), total[0].item())
@@ -178,12 +180,6 @@ def _local_gradients(bucket: layout.Bucket) -> ops.Gradients:
         part = grad.to_local()
         local.append(part.wait() if hasattr(part, "wait") else part)
     return ops.of(local)
-
-
-def _reduced(values: Tensor, group: Any, op: Any) -> Tensor:
-    meeting = values.to(_meeting_place(group), copy=True)
-    dist.all_reduce(meeting, op=op, group=group)
-    return meeting.to(values.device)
 
 
 def _meeting_place(group: Any) -> torch.device:

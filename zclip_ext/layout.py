@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -15,6 +16,7 @@ from . import gradients, ops
 
 # Sums over copies of the same values may be taken in another order, and copies in low precision may drift by a bit.
 _SAME = 1e-6
+_CPU = torch.device("cpu")
 
 
 @dataclasses.dataclass
@@ -89,13 +91,10 @@ class Told:
 def tell(bucket: Bucket) -> Told:
     """Of values that can't be read as they are (quantised, say) only the number counts."""
     local = [p.to_local() if bucket.on_mesh else p.detach() for p in bucket.parameters]  # type: ignore[attr-defined]
-    readable = [value for value in local if ops.is_readable(value)]
-    sumsq = nonfinite = 0.0
-    for value in readable:
-        found = ops.local_sumsq([value], value.device).tolist()
-        if found[1]:
-            found[0] = ops.local_sumsq([value.nan_to_num(0.0, 0.0, 0.0)], value.device)[0].item()
-        sumsq, nonfinite = sumsq + found[0], nonfinite + found[1]
+    readable = [value for value in local if ops.unreadable(value) is None]
+    sumsq, nonfinite = ops.local_sumsq(readable, _CPU).tolist()
+    if nonfinite:
+        sumsq = ops.local_sumsq([torch.where(v.isfinite(), v, 0) for v in readable], _CPU)[0].item()
     size = float(sum(value.numel() for value in local))
     split_over = tuple(map(_digest, bucket.split_over))
     return Told(_digest(bucket.holders), split_over, (sumsq, nonfinite, size))

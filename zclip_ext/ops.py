@@ -129,23 +129,25 @@ def _scale(grads: Gradients, scale: Tensor) -> None:
         _compiled.scale(grads, scale.item(), torch.get_num_threads())
 
 
-def is_readable(tensor: Tensor) -> bool:
-    """Whether :func:`local_sumsq` takes it."""
-    plain = not hasattr(type(tensor), "__tensor_flatten__") and not tensor.is_meta
-    return plain and tensor.dtype in DTYPES and tensor.layout in (torch.strided, torch.sparse_coo)
+def unreadable(tensor: Tensor) -> str | None:
+    """Why :func:`local_sumsq` can't take a tensor; None where it can."""
+    if hasattr(type(tensor), "__tensor_flatten__"):
+        return f"got a {type(tensor).__name__}, expected a plain torch.Tensor"
+    if tensor.layout not in (torch.strided, torch.sparse_coo):
+        return f"got layout {tensor.layout}, expected strided or sparse_coo"
+    if tensor.dtype not in DTYPES:
+        allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+        return f"got dtype {tensor.dtype}, expected one of {allowed}"
+    if tensor.is_meta:
+        return "got a tensor on the meta device, which holds no values"
+    return None
 
 
 def _readable(index: int, grad: Tensor) -> Tensor:
     """The gradient as a dense tensor: itself where it is one, else a copy."""
-    if hasattr(type(grad), "__tensor_flatten__"):
-        raise UnsupportedGradientError(index, f"got a {type(grad).__name__}, expected a plain torch.Tensor")
-    if grad.layout not in (torch.strided, torch.sparse_coo):
-        raise UnsupportedGradientError(index, f"got layout {grad.layout}, expected strided or sparse_coo")
-    if grad.dtype not in DTYPES:
-        allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
-        raise UnsupportedGradientError(index, f"got dtype {grad.dtype}, expected one of {allowed}")
-    if grad.is_meta:
-        raise UnsupportedGradientError(index, "got a tensor on the meta device, which holds no values")
+    problem = unreadable(grad)
+    if problem is not None:
+        raise UnsupportedGradientError(index, problem)
     return _dense(grad.coalesce().values() if grad.layout == torch.sparse_coo else grad)
 
 

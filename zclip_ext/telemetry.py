@@ -56,7 +56,7 @@ def metrics(state: dict[str, float], config: ZClipConfig) -> dict[str, float]:
         "clip_rate": state["spikes"] / seen,
         "cap_rate": state["capped"] / seen,
     }
-    return {name: values.get(name, state.get(name, 0.0)) for name in METRICS}
+    return {name: values[name] if name in values else state[name] for name in METRICS}
 
 
 def warn(message: str) -> None:
