@@ -171,8 +171,9 @@ class ZClip:
         log norms); ``steps`` all calls, ``samples`` those with a finite, non-zero norm; ``spikes`` and ``capped`` count
         samples above the z-score and samples that ``max_grad_norm`` limited, ``clipped`` all that were scaled down,
         ``clip_rate`` and ``cap_rate`` are the share of spikes and of capped steps in the samples; ``rebaselined``
-        counts shifts; ``skipped`` the steps that were left out, ``consecutive_skips`` those in a row up to now; ``nonfinite``
-        and ``zero_norm`` the steps that were no samples; ``elevated_run`` how many in a row had a z-score above 1.
+        counts shifts; ``skipped`` the steps that were left out, ``consecutive_skips`` those in a row up to now;
+        ``nonfinite`` and ``zero_norm`` the steps that were no samples; ``elevated_run`` how many steps in a row had a
+        z-score above 1.
         """
         state = self._fields()
         self._caps.look(state)

@@ -7,40 +7,14 @@ import warnings
 import layouts
 import torch
 import torch.distributed as dist
+from common import backward, bits, error_of, layout_of, norm_of, reference_gradients
 from torch import nn
-from torch.distributed.fsdp import StateDictType
 from torch.distributed.tensor.debug import CommDebugMode
 
 import zclip_ext
 from zclip_ext import ZClip, ZClipOptimizer
 
 CAP = 0.05
-
-
-def layout_of(name, *arguments):
-    return getattr(layouts, name)(*arguments)
-
-
-def backward(layout, step, scale=1.0):
-    batch = layouts.whole_batch(step, scale)
-    if hasattr(layout, "backward"):
-        layout.backward(batch)
-    else:
-        layouts.loss_of(layout.model, layout.feed(batch)).backward()
-
-
-def reference_gradients(step, scale=1.0):
-    net = layouts.Net()
-    layouts.loss_of(net, layouts.whole_batch(step, scale)).backward()
-    return {name: p.grad for name, p in net.named_parameters()}
-
-
-def norm_of(tensors):
-    return math.sqrt(sum(t.double().square().sum().item() for t in tensors))
-
-
-def bits(zclip):
-    return [value.hex() if isinstance(value, float) else value for value in zclip.state_dict().values()]
 
 
 def norm(name, *arguments):
@@ -394,14 +368,6 @@ def pickled():
     return [repr(whole), error_of(lambda: pickle.dumps(ZClip(group=dist.group.WORLD)), TypeError)]
 
 
-def error_of(run, kind=RuntimeError):
-    try:
-        run()
-    except kind as error:
-        return str(error)
-    return "no error"
-
-
 def training_apart():
     """Ranks that train models of their own."""
     groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
@@ -442,78 +408,6 @@ def pipeline():
     optimizer.zclip.check_consistency()
     wanted = reference_gradients(0)
     return [float(optimizer.zclip.last), norm_of(wanted.values())]
-
-
-def checkpoint_save(name, folder, *arguments):
-    """Trains some steps, one of them a spike, and saves."""
-    layout, optimizer = trained(name, range(30), *arguments)
-    if name == "fsdp1":
-        save_fsdp1(layout.model, optimizer, folder)
-    else:
-        import torch.distributed.checkpoint as dcp
-
-        dcp.save(states(layout, optimizer), checkpoint_id=folder)
-    return bits(optimizer.zclip)
-
-
-def checkpoint_load(name, folder, *arguments):
-    """Loads it, perhaps on another number of ranks; the next decisions."""
-    layout, optimizer = trained(name, range(0), *arguments)
-    if name == "fsdp1":
-        load_fsdp1(layout.model, optimizer, folder)
-    else:
-        import torch.distributed.checkpoint as dcp
-        from torch.distributed.checkpoint.state_dict import set_model_state_dict, set_optimizer_state_dict
-
-        state = states(layout, optimizer)
-        dcp.load(state, checkpoint_id=folder)
-        set_model_state_dict(layout.model, state["model"])
-        set_optimizer_state_dict(layout.model, optimizer, state["optimizer"])
-    loaded = bits(optimizer.zclip)
-    train(layout, optimizer, range(30, 36))
-    optimizer.zclip.check_consistency()
-    return [loaded, float(optimizer.zclip.last), optimizer.zclip.metrics()["mean"]]
-
-
-def states(layout, optimizer):
-    from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
-
-    return {"model": get_model_state_dict(layout.model), "optimizer": get_optimizer_state_dict(layout.model, optimizer)}
-
-
-def save_fsdp1(model, optimizer, folder):
-    """FSDP1's own way: for dcp.load its states lack keys on some ranks, whatever the optimizer (torch 2.13)."""
-    with layouts.FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT):
-        state = {
-            "model": model.state_dict(),
-            "optimizer": layouts.FullyShardedDataParallel.optim_state_dict(model, optimizer),
-        }
-    if dist.get_rank() == 0:
-        torch.save(state, f"{folder}.pt")
-    dist.barrier()
-
-
-def load_fsdp1(model, optimizer, folder):
-    state = torch.load(f"{folder}.pt", weights_only=True)
-    with layouts.FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT):
-        model.load_state_dict(state["model"])
-        inner = layouts.FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, state["optimizer"])
-    optimizer.load_state_dict(inner)
-
-
-def trained(name, steps, *arguments):
-    layout = layout_of(name, *arguments)
-    inner = torch.optim.AdamW(layout.parameters(), lr=1e-3)
-    optimizer = ZClipOptimizer(inner, model=layout.module, warmup_steps=10)
-    train(layout, optimizer, steps)
-    return layout, optimizer
-
-
-def train(layout, optimizer, steps):
-    for step in steps:
-        optimizer.zero_grad()
-        backward(layout, step, 5.0 if step in (20, 33) else 1.0)
-        optimizer.step()
 
 
 def one_rank_dies():

@@ -5,7 +5,7 @@ import json
 import signal
 import sys
 
-import cases
+import common
 import torch
 import torch.distributed as dist
 
@@ -21,7 +21,7 @@ def training(layout):
     step = 0
     while True:
         optimizer.zero_grad()
-        cases.backward(layout, step, 5.0 if step == SPIKE else 1.0)
+        common.backward(layout, step, 5.0 if step == SPIKE else 1.0)
         optimizer.step()
         result = optimizer.zclip.last
         decision = {name: float(getattr(result, name)).hex() for name in ("grad_norm", "threshold", "scale")}
@@ -40,11 +40,11 @@ def main():
         timeout=datetime.timedelta(seconds=float(timeout)),
     )
     decisions = []
-    for decision, optimizer in training(cases.layout_of(name, *arguments)):
+    for decision, optimizer in training(common.layout_of(name, *arguments)):
         decisions.append(decision)
         if len(decisions) == STEPS:
             optimizer.zclip.check_consistency()
-            print("REPORT", json.dumps({"decisions": decisions, "state": cases.bits(optimizer.zclip)}), flush=True)
+            print("REPORT", json.dumps({"decisions": decisions, "state": common.bits(optimizer.zclip)}), flush=True)
 
 
 if __name__ == "__main__":

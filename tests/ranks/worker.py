@@ -20,11 +20,13 @@ def main():
         timeout=datetime.timedelta(seconds=float(timeout)),
     )
     import cases
+    import checkpoints
 
     for name in names.split(","):
         function, *argument = name.split(":")
         try:
-            report = getattr(cases, function)(*argument)
+            module = checkpoints if function.startswith("checkpoint_") else cases
+            report = getattr(module, function)(*argument)
         except BaseException:  # some of torch's own are no Exceptions
             report = "error: " + traceback.format_exc(limit=-4)
         print("REPORT", json.dumps([name, report]), flush=True)
