@@ -143,16 +143,25 @@ class ZClipOptimizer(Optimizer):
         self.zclip.start_from(numbers)
         self._publish()
 
+    def unwrap(self) -> Optimizer:
+        """The inner optimizer, without the statistics in its first group: for a trainer that clips by other means."""
+        self._withdraw()
+        return self.inner
+
     def _parameters(self) -> list[Tensor]:
         """Read from the groups at each step: groups are added and replaced while a run goes on."""
         return [parameter for group in self.inner.param_groups for parameter in group["params"]]
 
     def _publish(self) -> None:
         """Puts the statistics where the inner optimizer's checkpoints take them along."""
+        self._withdraw()
+        state = self.zclip.state_dict()
+        self.inner.param_groups[0].update({f"{_PREFIX}{name}": value for name, value in state.items()})
+
+    def _withdraw(self) -> None:
         group = self.inner.param_groups[0]
         for key in [key for key in group if isinstance(key, str) and key.startswith(_PREFIX)]:
             del group[key]
-        group.update({f"{_PREFIX}{name}": value for name, value in self.zclip.state_dict().items()})
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]

@@ -31,6 +31,7 @@ METRICS = (
     "elevated_run",
 )
 _CAP_WINDOW = 100
+_NOT_THE_CALLERS = ("zclip_ext", "torch", "deepspeed")
 
 
 class ZClipWarning(UserWarning):
@@ -65,7 +66,7 @@ def warn(message: str) -> None:
     Python shows one text from one line once, also where it is another tracker's.
     """
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in ("zclip_ext", "torch"):
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in _NOT_THE_CALLERS:
         frame = frame.f_back
     warnings.warn_explicit(message, ZClipWarning, frame.f_code.co_filename, frame.f_lineno, registry={})
 

@@ -1,0 +1,214 @@
+"""Where each of DeepSpeed's optimizers can be told how to scale its gradients.
+
+All of them but two have ``unscale_and_clip_grads``, called once for each group or sub-group with the global norm, which
+divides by the loss scale and by ``max(1, (norm / loss_scale + 1e-6) / clip_grad)``. ZClip stands before it and, for the
+length of the call, hands it ``clip_grad`` and a norm of which that comes out as the decision.
+
+Each function installs ZClip on one engine and returns what the log calls the path.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from deepspeed.moe.utils import is_moe_param
+from deepspeed.runtime.utils import is_model_parallel_parameter
+from deepspeed.utils import groups
+from deepspeed.utils.bwc import bwc_tensor_model_parallel_rank
+from torch import Tensor
+
+from ... import gradients
+from .step import Step
+
+_EPS = 1e-6  # DeepSpeed's
+
+
+def install(engine: Any, step: Step, *, checks_norms: bool) -> str:
+    """Takes over the clipping of an engine, by the kind of its optimizer.
+
+    Args:
+        checks_norms: this version of DeepSpeed tells a norm that isn't finite from others.
+
+    Raises:
+        ValueError: a kind of optimizer that is not known; names it.
+    """
+    optimizer = engine.optimizer
+    kind = type(optimizer).__name__
+    if kind == "BF16_Optimizer":
+        _gate(optimizer.optimizer, "step", step)
+        _take_over_bf16(optimizer, step)
+    elif kind in ("DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3"):
+        _gate(optimizer, "_optimizer_step", step)
+        _bring_norm_to_host(optimizer)
+        _take_over_unscale(optimizer, step, norm_at=1, on_device=True)
+        if not checks_norms:
+            _look_at_group_norms(optimizer, step)
+    elif kind in ("FP16_Optimizer", "FP16_UnfusedOptimizer"):
+        _gate(optimizer.optimizer, "step", step)
+        _take_over_unscale(optimizer, step, norm_at=1 if kind == "FP16_Optimizer" else 0, on_device=False)
+    elif optimizer is engine.basic_optimizer:
+        _gate(optimizer, "step", step)
+        _take_over_fp32(engine, step)
+    else:
+        raise ValueError(
+            f'the "zclip" block of the DeepSpeed config: got an engine with a {kind}, expected one of DeepSpeed\'s ZeRO, '
+            "bf16 or fp16 optimizers, or fp32 without ZeRO"
+        )
+    stage = (
+        f"ZeRO {int(engine.zero_optimization_stage())}, {kind}" if engine.zero_optimization() else f"no ZeRO, {kind}"
+    )
+    return stage + (", pipeline" if getattr(engine, "pipeline_parallelism", False) else "")
+
+
+def before_step(engine: Any) -> None:
+    """What DeepSpeed leaves out of a step in fp32 without ZeRO where its own clipping is off."""
+    if engine.optimizer is not engine.basic_optimizer or engine.gradient_clipping() > 0.0:
+        return
+    scaler = getattr(engine, "torch_autocast_z0_gradscaler", None)
+    if scaler is not None:
+        scaler.unscale_(engine.optimizer)
+    engine.clip_fp32_gradients()
+
+
+def _take_over_unscale(optimizer: Any, step: Step, *, norm_at: int, on_device: bool) -> None:
+    original = optimizer.unscale_and_clip_grads
+
+    def unscale_and_clip_grads(*args: Any, **kwargs: Any) -> Any:
+        named = "total_norm" in kwargs
+        result = step.judge(kwargs["total_norm"] if named else args[norm_at])
+        if step.zclip.config.dry_run:
+            return original(*args, **kwargs)
+        scale = float(result.scale)
+        if scale == 1.0 or result.left_out:
+            with _clip_grad(optimizer, 0.0):
+                return original(*args, **kwargs)
+        total_norm: Any = float(optimizer.loss_scale) * (1.0 / scale - _EPS)
+        if on_device:  # a number in all but its type; on the CPU reading it waits for nothing
+            total_norm = torch.tensor(total_norm, dtype=torch.float64, device="cpu")
+        if named:
+            kwargs = {**kwargs, "total_norm": total_norm}
+        else:
+            args = (*args[:norm_at], total_norm, *args[norm_at + 1 :])
+        with _clip_grad(optimizer, 1.0):
+            return original(*args, **kwargs)
+
+    optimizer.unscale_and_clip_grads = unscale_and_clip_grads
+
+
+def _bring_norm_to_host(optimizer: Any) -> None:
+    """DeepSpeed looks at the norm on the host, once or once for each group, and so does ZClip: one copy serves all."""
+    if hasattr(optimizer, "scaled_global_norm"):
+        whole = optimizer.scaled_global_norm
+        optimizer.scaled_global_norm = lambda *args, **kwargs: _on_host([whole(*args, **kwargs)])[0]
+    elif hasattr(optimizer, "_get_norm_groups"):
+        parts = optimizer._get_norm_groups
+        optimizer._get_norm_groups = lambda: _on_host(parts())
+
+
+def _on_host(norms: list[Any]) -> list[Any]:
+    if all(isinstance(norm, Tensor) for norm in norms):
+        return list(torch.stack([norm.reshape(()) for norm in norms]).cpu().unbind())
+    return norms
+
+
+def _look_at_group_norms(optimizer: Any, step: Step) -> None:
+    def remembering(original: Callable[..., Any]) -> Callable[..., Any]:
+        def remember(*args: Any, **kwargs: Any) -> Any:
+            norm = original(*args, **kwargs)
+            step.group_norms.append(norm)
+            return norm
+
+        return remember
+
+    for name in ("get_grad_norm_direct", "complete_grad_norm_calculation_for_cpu_offload"):
+        setattr(optimizer, name, remembering(getattr(optimizer, name)))
+
+
+def _take_over_bf16(optimizer: Any, step: Step) -> None:
+    if step.zclip.config.dry_run:
+        return
+    grads_for_norm, take_step = optimizer.get_grads_for_norm, optimizer.step
+
+    def get_grads_for_norm(for_clipping: bool = False) -> Any:
+        found = grads_for_norm(for_clipping=for_clipping)
+        if not for_clipping:
+            return found
+        step.judge(optimizer._global_grad_norm)
+        step.scale_(found)
+        return []  # nothing is left to clip
+
+    def step_with_clip_grad(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with _clip_grad(self, 1.0):  # at 0 it doesn't ask for the gradients to clip
+            return take_step(*args, **kwargs)
+
+    optimizer.get_grads_for_norm = get_grads_for_norm
+    optimizer.step = types.MethodType(step_with_clip_grad, optimizer)
+
+
+def _take_over_fp32(engine: Any, step: Step) -> None:
+    """Without ZeRO in fp32 the gradients are plain: ZClip does all of it, as for any torch optimizer.
+
+    DeepSpeed's own norm leaves out all pipeline stages but the first, and takes the mean over the experts' ranks.
+    """
+    original = engine.clip_fp32_gradients
+
+    def clip_fp32_gradients() -> None:
+        everyone = [p for group in engine.optimizer.param_groups for p in group["params"]]
+        first_in_tensor_parallel = bwc_tensor_model_parallel_rank(engine.mpu) == 0
+        counted = [p for p in everyone if _is_counted(p, first_in_tensor_parallel)]
+        result = step.zclip.clip(counted, None)
+        step.decided(result)
+        engine._global_grad_norm = float(result)
+        if step.zclip.config.dry_run:
+            original()
+            return
+        if step.left_out:
+            gradients.discard(everyone)
+            return
+        known = set(map(id, counted))
+        step.scale_([p.grad for p in everyone if id(p) not in known and p.grad is not None])
+
+    engine.clip_fp32_gradients = clip_fp32_gradients
+
+
+def _is_counted(parameter: Tensor, first_in_tensor_parallel: bool) -> bool:
+    """Copies on other pipeline stages and other tensor-parallel ranks are counted once, where the first of them is."""
+    if getattr(parameter, "ds_pipe_replicated", False):
+        return False
+    return first_in_tensor_parallel or is_model_parallel_parameter(parameter)
+
+
+def holders(engine: Any) -> Callable[[Tensor], Any]:
+    """Over which ranks a parameter is copied: the data-parallel ones, for an expert those that hold the same expert."""
+
+    def shared_by(parameter: Tensor) -> Any:
+        if is_moe_param(parameter):
+            return groups._get_expert_data_parallel_group(parameter.group_name)  # type: ignore[attr-defined]
+        return getattr(engine, "seq_data_parallel_group", None) or engine.data_parallel_group
+
+    return shared_by
+
+
+def _gate(owner: Any, name: str, step: Step) -> None:
+    """Nothing steps where ZClip leaves a step out."""
+    original = getattr(owner, name)
+
+    def gated(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return None if step.left_out else original(*args, **kwargs)
+
+    # A method, since learning rate schedulers of torch look for the function behind it.
+    setattr(owner, name, types.MethodType(gated, owner))
+
+
+@contextlib.contextmanager
+def _clip_grad(optimizer: Any, value: float) -> Iterator[None]:
+    """A value that stayed would be saved in checkpoints, and would override the config when they are loaded."""
+    users, optimizer.clip_grad = optimizer.clip_grad, value
+    try:
+        yield
+    finally:
+        optimizer.clip_grad = users

@@ -1,0 +1,75 @@
+"""The decision of one step of a DeepSpeed engine: taken once, from the one global norm, however often asked for."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from ... import ops
+from ...clipper import ZClip
+from ...result import ClipResult
+from ...telemetry import warn
+
+
+class Step:
+    """The step that an engine is taking.
+
+    Args:
+        zclip: judges it.
+        optimizer: the engine's, whose ``overflow`` tells the engine that a step was left out.
+    """
+
+    def __init__(self, zclip: ZClip, optimizer: Any) -> None:
+        self.zclip = zclip
+        self.optimizer = optimizer
+        self._has_warned = False
+        self.begin()
+
+    def begin(self) -> None:
+        """Forgets the last decision. DeepSpeed updates the loss scale before it unscales: what it is now counts."""
+        self.result: ClipResult | None = None
+        self.loss_scale = _loss_scale(self.optimizer)
+        self.group_norms: list[Any] = []
+        # Older versions reset it for fp16 only, and would skip for ever.
+        self.optimizer.overflow = False
+
+    @property
+    def left_out(self) -> bool:
+        return self.result is not None and self.result.left_out
+
+    def judge(self, scaled_norm: Any) -> ClipResult:
+        """The decision of this step, the same however often it is asked for.
+
+        Args:
+            scaled_norm: the global norm, a number or a tensor, times the loss scale.
+        """
+        if self.result is None:
+            norm = float(scaled_norm) / self.loss_scale
+            if any(not float(group_norm) >= 0 for group_norm in self.group_norms):
+                norm = math.nan  # DeepSpeed's -1 for a group, hidden in the root of the sum of squares
+            self.decided(self.zclip.decide(norm))
+        assert self.result is not None
+        return self.result
+
+    def decided(self, result: ClipResult) -> None:
+        self.result = result
+        if result.left_out:
+            self.optimizer.overflow = True
+
+    def warn_of_no_question(self, version: str) -> None:
+        """A seam that a version of DeepSpeed doesn't use."""
+        if not self._has_warned:
+            self._has_warned = True
+            warn(f"DeepSpeed {version} took a step without asking for a clip: ZClip doesn't work in this engine")
+
+    def scale_(self, tensors: list[Any]) -> None:
+        """Scales gradients where DeepSpeed can't be made to."""
+        if self.result is not None and not self.left_out and not self.zclip.config.dry_run:
+            ops.scale_(ops.of(tensors), self.result.scale)
+
+
+def _loss_scale(optimizer: Any) -> float:
+    """What gradients and norm are multiplied by; a property of the optimizer, and a scaler's of torch_autocast."""
+    scale = float(getattr(optimizer, "loss_scale", 1.0))
+    scaler = getattr(optimizer, "torch_autocast_gradscaler", None)
+    return scale * scaler.get_scale() if scaler is not None else scale
