@@ -55,13 +55,11 @@ def install(engine: Any, step: Step, *, checks_norms: bool) -> str:
         _take_over_fp32(engine, step)
     else:
         raise ValueError(
-            f'the "zclip" block of the DeepSpeed config: got an engine with a {kind}, expected one of DeepSpeed\'s ZeRO, '
-            "bf16 or fp16 optimizers, or fp32 without ZeRO"
+            f'the "zclip" block of the DeepSpeed config: got an engine with a {kind}, expected one of '
+            "DeepSpeed's ZeRO, bf16 or fp16 optimizers, or fp32 without ZeRO"
         )
-    stage = (
-        f"ZeRO {int(engine.zero_optimization_stage())}, {kind}" if engine.zero_optimization() else f"no ZeRO, {kind}"
-    )
-    return stage + (", pipeline" if getattr(engine, "pipeline_parallelism", False) else "")
+    stage = f"ZeRO {int(engine.zero_optimization_stage())}" if engine.zero_optimization() else "no ZeRO"
+    return f"{stage}, {kind}" + (", pipeline" if getattr(engine, "pipeline_parallelism", False) else "")
 
 
 def before_step(engine: Any) -> None:
