@@ -225,7 +225,8 @@ class ZClip:
                 f"steps left out in a row: {state['consecutive_skips']:.0f}; on_nonfinite={config.on_nonfinite!r}, "
                 f"max_consecutive_skips={config.max_consecutive_skips}"
             )
-        telemetry.warn_of_skip(state["last_grad_norm"], int(state["skipped"]), bool(result.is_spike))
+        if self._ranks.is_first():  # all decide the same
+            telemetry.warn_of_skip(state["last_grad_norm"], int(state["skipped"]), bool(result.is_spike))
 
     def _without_gradients(self, parameters: list[Tensor], sums: Tensor) -> None:
         if bool(sums[0] != 0):  # other ranks have some

@@ -60,6 +60,10 @@ class Ranks:
     def _are_there() -> bool:
         return dist.is_available() and dist.is_initialized()
 
+    def is_first(self) -> bool:
+        """Whether this rank speaks for all."""
+        return not self._are_there() or dist.get_rank(self.group) <= 0
+
     def shares(self, parameters: list[Tensor], model: nn.Module | None) -> list[Share]:
         """This rank's part of the gradients that are there.
 

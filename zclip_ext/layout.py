@@ -52,6 +52,12 @@ def lay_out(parameters: list[Tensor], model: nn.Module | None, group_of: Callabl
     flat_shards = _flat_shards(model)
     buckets: dict[Any, Bucket] = {}
     for parameter in {id(p): p for p in parameters}.values():
+        if hasattr(parameter, "ds_id") or getattr(parameter, "_hp_mapping", None) is not None:
+            raise RuntimeError(
+                f"{gradients.name_of(parameter, parameters, model)} belongs to DeepSpeed's ZeRO, which keeps the "
+                "gradients to itself: nothing is to be clipped here. Import zclip_ext.integrations.deepspeed before "
+                'deepspeed.initialize and put "zclip": {"enabled": true} into the DeepSpeed config'
+            )
         on_mesh = gradients.is_dtensor(parameter)
         split_over: tuple[tuple[int, ...], ...] = ()
         if on_mesh:

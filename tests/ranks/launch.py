@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent
@@ -18,6 +19,10 @@ def start(cases, world, folder, *, timeout=60, extra=()):
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
+        # What a launcher sets, and DeepSpeed asks for. Where a process group is there nobody meets at the port.
+        "WORLD_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29500",
         "PYTHONPATH": os.pathsep.join([str(FOLDER), str(FOLDER.parent.parent), os.environ.get("PYTHONPATH", "")]),
     }
     command = [
@@ -26,13 +31,13 @@ def start(cases, world, folder, *, timeout=60, extra=()):
         str(folder),
         str(world),
         str(timeout),
-        ",".join(cases),
+        "|".join(cases),
         *extra,
     ]
     return [
         subprocess.Popen(
             [*command[:2], str(rank), *command[2:]],
-            env=environment,
+            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -45,10 +50,10 @@ def run(cases, world, *, timeout=240):
     """Reports by case: a list with what each rank returned, or an "error: ..." text."""
     with tempfile.TemporaryDirectory() as folder:
         processes = start(cases, world, folder)
-        outputs = []
         try:
-            for process in processes:
-                outputs.append(process.communicate(timeout=timeout))
+            # All at once: a rank whose pipe is full would hold up the others.
+            with ThreadPoolExecutor(world) as readers:
+                outputs = list(readers.map(lambda process: process.communicate(timeout=timeout), processes))
         finally:
             for process in processes:
                 process.kill()

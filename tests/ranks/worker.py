@@ -1,12 +1,15 @@
 """One rank: runs the named cases in order and prints what each returns as a line of JSON."""
 
 import datetime
+import importlib
 import json
 import sys
 import traceback
 
 import torch
 import torch.distributed as dist
+
+MODULES = {"checkpoint": "checkpoints", "deepspeed": "deepspeed_cases"}  # by the first word of a case
 
 
 def main():
@@ -19,13 +22,10 @@ def main():
         world_size=int(world),
         timeout=datetime.timedelta(seconds=float(timeout)),
     )
-    import cases
-    import checkpoints
-
-    for name in names.split(","):
+    for name in names.split("|"):
         function, *argument = name.split(":")
         try:
-            module = checkpoints if function.startswith("checkpoint_") else cases
+            module = importlib.import_module(MODULES.get(function.split("_")[0], "cases"))
             report = getattr(module, function)(*argument)
         except BaseException:  # some of torch's own are no Exceptions
             report = "error: " + traceback.format_exc(limit=-4)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 import math
 from typing import Any
 
@@ -31,7 +32,7 @@ def install(engine: Any, config: ZClipConfig) -> None:
         ValueError: a kind of engine that ZClip can't work with; gives the reason and what to do.
     """
     if engine.optimizer is None or type(engine.optimizer).__name__ in ("DummyOptim", "DeepSpeedZeRoOffload"):
-        log_dist("ZClip: the engine has no optimizer, so nothing to clip", ranks=[0])
+        _say("ZClip: the engine has no optimizer, so there is nothing to clip")
         return
     settings.check_engine(engine)
     zclip = ZClip(config, shared_by=paths.holders(engine))
@@ -43,9 +44,13 @@ def install(engine: Any, config: ZClipConfig) -> None:
     _around_save(engine, zclip)
     _around_load(engine, zclip)
     if config.dry_run:
-        log_dist(f"ZClip only watches ({path}): {zclip!r}", ranks=[0])
+        _say(f"ZClip only watches ({path}): {zclip!r}")
     else:
-        log_dist(f"ZClip clips ({path}): {zclip!r}; supersedes {settings.superseded(engine)}", ranks=[0])
+        _say(f"ZClip clips ({path}): {zclip!r}; supersedes {settings.superseded(engine)}")
+
+
+def _say(line: str) -> None:
+    log_dist(line, ranks=[0], level=logging.WARNING)  # of what is less DeepSpeed shows nothing
 
 
 def _around_step(engine: Any, step: Step) -> None:
@@ -120,7 +125,8 @@ def _around_load(engine: Any, zclip: ZClip) -> None:
         if path is None or wanted.get("load_module_only") or not wanted.get("load_optimizer_states", True):
             return path, client_state
         if saved is None:
-            warn("the checkpoint holds no ZClip statistics: they start afresh, with a warm-up")
+            if engine.global_rank == 0:
+                warn("the checkpoint holds no ZClip statistics: they start afresh, with a warm-up")
             zclip.reset()
         else:
             zclip.load_state_dict(saved)

@@ -10,6 +10,8 @@ Each function installs ZClip on one engine and returns what the log calls the pa
 from __future__ import annotations
 
 import contextlib
+import functools
+import math
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -22,7 +24,7 @@ from deepspeed.utils.bwc import bwc_tensor_model_parallel_rank
 from torch import Tensor
 
 from ... import gradients
-from .step import Step
+from .step import Step, loss_scale_of
 
 _EPS = 1e-6  # DeepSpeed's
 
@@ -84,7 +86,7 @@ def _take_over_unscale(optimizer: Any, step: Step, *, norm_at: int, on_device: b
         if scale == 1.0 or result.left_out:
             with _clip_grad(optimizer, 0.0):
                 return original(*args, **kwargs)
-        total_norm: Any = float(optimizer.loss_scale) * (1.0 / scale - _EPS)
+        total_norm: Any = loss_scale_of(optimizer) * (1.0 / scale - _EPS)
         if on_device:  # a number in all but its type; on the CPU reading it waits for nothing
             total_norm = torch.tensor(total_norm, dtype=torch.float64, device="cpu")
         if named:
@@ -139,6 +141,7 @@ def _take_over_bf16(optimizer: Any, step: Step) -> None:
         step.scale_(found)
         return []  # nothing is left to clip
 
+    @functools.wraps(take_step)
     def step_with_clip_grad(self: Any, *args: Any, **kwargs: Any) -> Any:
         with _clip_grad(self, 1.0):  # at 0 it doesn't ask for the gradients to clip
             return take_step(*args, **kwargs)
@@ -160,7 +163,7 @@ def _take_over_fp32(engine: Any, step: Step) -> None:
         counted = [p for p in everyone if _is_counted(p, first_in_tensor_parallel)]
         result = step.zclip.clip(counted, None)
         step.decided(result)
-        engine._global_grad_norm = float(result)
+        engine._global_grad_norm = float(result) if bool(result.is_finite) else math.inf
         if step.zclip.config.dry_run:
             original()
             return
@@ -195,10 +198,11 @@ def _gate(owner: Any, name: str, step: Step) -> None:
     """Nothing steps where ZClip leaves a step out."""
     original = getattr(owner, name)
 
+    @functools.wraps(original)  # with the marks of learning rate schedulers of torch
     def gated(self: Any, *args: Any, **kwargs: Any) -> Any:
         return None if step.left_out else original(*args, **kwargs)
 
-    # A method, since learning rate schedulers of torch look for the function behind it.
+    # A method, since those schedulers look for the function behind it.
     setattr(owner, name, types.MethodType(gated, owner))
 
 

@@ -92,7 +92,7 @@ def check_engine(engine: Any) -> None:
         )
     elif not getattr(engine, "zero_compute_grad_norm", lambda: True)():
         problem = (
-            '"compute_grad_norm": false leaves the gradient norm out, which is what ZClip judges a step by. Remove it'
+            '"compute_grad_norm": false, since it leaves out the gradient norm that a step is judged by. Remove it'
         )
     elif _says(engine, "super_offload"):
         problem = (
@@ -128,7 +128,8 @@ def superseded(engine: Any) -> str:
     if engine.global_rank == 0:
         warn(
             f"gradient_clipping={limit:g} in the DeepSpeed config is superseded by ZClip and limits nothing. For a "
-            f'fixed limit on top write "{KEY}": {{"max_grad_norm": {limit:g}}}; else remove it or set it to 0'
+            f'fixed limit on top write "{KEY}": {{"max_grad_norm": {limit:g}}}; else leave it out, or set it to 0 '
+            "(Transformers writes it from max_grad_norm of TrainingArguments)"
         )
     return f"gradient_clipping={limit:g}"
 

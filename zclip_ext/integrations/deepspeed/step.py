@@ -28,7 +28,7 @@ class Step:
     def begin(self) -> None:
         """Forgets the last decision. DeepSpeed updates the loss scale before it unscales: what it is now counts."""
         self.result: ClipResult | None = None
-        self.loss_scale = _loss_scale(self.optimizer)
+        self.loss_scale = loss_scale_of(self.optimizer) * _autocast_scale(self.optimizer)
         self.group_norms: list[Any] = []
         # Older versions reset it for fp16 only, and would skip for ever.
         self.optimizer.overflow = False
@@ -68,8 +68,13 @@ class Step:
             ops.scale_(ops.of(tensors), self.result.scale)
 
 
-def _loss_scale(optimizer: Any) -> float:
-    """What gradients and norm are multiplied by; a property of the optimizer, and a scaler's of torch_autocast."""
-    scale = float(getattr(optimizer, "loss_scale", 1.0))
+def loss_scale_of(optimizer: Any) -> float:
+    """What DeepSpeed divides gradients by."""
+    scale = getattr(optimizer, "loss_scale", None)
+    return 1.0 if scale is None else float(scale)
+
+
+def _autocast_scale(optimizer: Any) -> float:
+    """What torch_autocast in fp16 multiplies the loss by, beside the loss scale."""
     scaler = getattr(optimizer, "torch_autocast_gradscaler", None)
-    return scale * scaler.get_scale() if scaler is not None else scale
+    return 1.0 if scaler is None else float(scaler.get_scale())
