@@ -78,7 +78,7 @@ def allowed_difference(path):
     """Of weights, after spikes of 40x and 300x."""
     if dtype_of(path).itemsize == 2 or "autocast" in path:
         return 1e-3
-    # One unit in the last place of a weight near 1, where DeepSpeed's float32 norm or its order of sums has another bit.
+    # One unit in the last place of a weight near 1, where DeepSpeed's float32 norm or order of sums has another bit.
     rounds_elsewhere = ("ZeRO 3, offload", "ZeRO 2, accumulation")
     return 6e-8 if path in rounds_elsewhere or "experts" in path else 0.0
 

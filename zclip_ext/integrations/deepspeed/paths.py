@@ -43,6 +43,8 @@ def install(engine: Any, step: Step, *, checks_norms: bool) -> str:
     if kind == "BF16_Optimizer":
         _gate(optimizer.optimizer, "step", step)
         _take_over_bf16(optimizer, step)
+        if not checks_norms:
+            _leave_out_what_it_asserts(optimizer, step)
     elif kind in ("DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3"):
         _gate(optimizer, "_optimizer_step", step)
         _bring_norm_to_host(optimizer)
@@ -120,7 +122,7 @@ def _look_at_group_norms(optimizer: Any, step: Step) -> None:
         def remember(*args: Any, **kwargs: Any) -> Any:
             norm = original(*args, **kwargs)
             step.group_norms.append(norm)
-            return norm
+            return norm if isinstance(norm, Tensor) else float(norm)  # its -1 is an int, which can't be combined
 
         return remember
 
@@ -148,6 +150,25 @@ def _take_over_bf16(optimizer: Any, step: Step) -> None:
 
     optimizer.get_grads_for_norm = get_grads_for_norm
     optimizer.step = types.MethodType(step_with_clip_grad, optimizer)
+
+
+def _leave_out_what_it_asserts(optimizer: Any, step: Step) -> None:
+    take_step = optimizer.step
+
+    @functools.wraps(take_step)
+    def guarded(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return take_step(*args, **kwargs)
+        except AssertionError:
+            norm = float(self._global_grad_norm)
+            if norm > 0:
+                raise
+            step.judge(norm)
+            self.overflow = True
+            self.clear_hp_grads()
+            return None
+
+    optimizer.step = types.MethodType(guarded, optimizer)
 
 
 def _take_over_fp32(engine: Any, step: Step) -> None:
