@@ -50,6 +50,8 @@ def reports(tmp_path_factory):
         convert(folder / f"universal{index}")
     names = [on_disk("load_universal", path, folder / f"universal{index}") for index, path in enumerate(UNIVERSAL)]
     found[1] = launch.run(names, 1, timeout=120)
+    names = [f"deepspeed_copies_in_a_pipeline:{path}" for path in ("ZeRO 0, fp32", "ZeRO 1, fp32")]
+    found[4] = launch.run(names, 4, timeout=120)
     return found
 
 
@@ -353,3 +355,12 @@ def test_an_engine_that_was_built_before_is_warned_of(reports):
     for said in of(reports, "deepspeed_built_before"):
         assert len(said) == 1
         assert "it trains without ZClip" in said[0]
+
+
+@pytest.mark.parametrize("path", ["ZeRO 0, fp32", "ZeRO 1, fp32"])
+def test_copies_on_stages_and_replicas_count_once(reports, path):
+    for report in of(reports, f"deepspeed_copies_in_a_pipeline:{path}", world=4):
+        assert report["norms"] == pytest.approx(report["wanted"], rel=1e-6)
+        assert [scale < 1 for scale in report["scales"]] == [False, False, True, False]
+        assert report["difference"] < 6e-8
+        assert report["bits"] == of(reports, f"deepspeed_copies_in_a_pipeline:{path}", world=4)[0]["bits"]
