@@ -4,13 +4,20 @@ VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := .
 
-.PHONY: demo test bench venv lint format clean
+OLDEST := .venv-oldest
+
+.PHONY: demo test test-oldest bench venv venv-oldest lint format clean
 
 demo: venv
 	$(BIN)/python integrations/train_pytorch.py
 
 test: lint
 	$(BIN)/python -m pytest
+	$(MAKE) test-oldest
+
+# The oldest versions that adapters support, in an environment of their own.
+test-oldest: venv-oldest
+	$(OLDEST)/bin/python -m pytest tests/oldest
 
 bench: venv
 	$(BIN)/python benchmarks/step_time.py
@@ -22,6 +29,16 @@ $(VENV)/.done: pyproject.toml constraints.txt setup.py
 	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet "$$(grep '^torch==' constraints.txt)"
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,demo]"
+	touch $@
+
+venv-oldest: $(OLDEST)/.done
+
+$(OLDEST)/.done: pyproject.toml constraints-oldest.txt setup.py
+	test -d $(OLDEST) || $(PYTHON) -m venv $(OLDEST)
+	$(OLDEST)/bin/python -m pip install --quiet "$$(grep '^torch==' constraints-oldest.txt)"
+	$(OLDEST)/bin/python -m pip install --quiet --constraint constraints-oldest.txt setuptools wheel numpy
+	$(OLDEST)/bin/python -m pip install --quiet --constraint constraints-oldest.txt --editable . \
+		deepspeed pytest pytest-timeout
 	touch $@
 
 lint: venv
@@ -36,4 +53,4 @@ format: venv
 	$(BIN)/clang-format -i csrc/* tests/csrc/*
 
 clean:
-	rm -rf $(VENV) build dist runs *.egg-info
+	rm -rf $(VENV) $(OLDEST) build dist runs *.egg-info

@@ -81,8 +81,9 @@ def allowed_difference(path):
     if dtype_of(path).itemsize == 2 or "autocast" in path:
         return 1e-3
     # One unit in the last place of a weight near 1, where DeepSpeed's float32 norm or order of sums has another bit.
-    rounds_elsewhere = ("ZeRO 3, offload", "ZeRO 2, accumulation")
-    return 6e-8 if path in rounds_elsewhere or "experts" in path else 0.0
+    if path in ("ZeRO 3, offload", "ZeRO 2, accumulation"):
+        return 6e-8
+    return 2e-7 if "experts" in path else 0.0  # DeepSpeed adds up the experts' outputs in another order
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -94,7 +95,7 @@ def test_weights_follow_the_single_process(reports, path):
 @pytest.mark.parametrize("path", PATHS)
 def test_norm_is_that_of_the_whole_gradient_before_clipping(reports, path):
     """P71, P78: in fp16 with the loss scale of before its update, which grows within the run."""
-    tolerance = 1e-6 if allowed_difference(path) <= 6e-8 else 2e-2
+    tolerance = 1e-6 if allowed_difference(path) < 1e-3 else 2e-2
     for report in path_report(reports, path):
         seen = [norm for norm in report["norms"] if math.isfinite(norm)]
         wanted = [norm for norm in report["reference_norms"] if math.isfinite(norm)]

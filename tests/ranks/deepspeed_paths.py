@@ -23,6 +23,7 @@ OPTIONS = {"warmup_steps": 5, "z_thresh": 2.5}
 LR = 0.05
 
 BF16 = {"bf16": {"enabled": True}}
+UNCHECKED = {"bf16": {"enabled": True, "check_grad_overflow": False}}
 FP32_SUMS = {"data_types": {"grad_accum_dtype": "fp32"}}
 # A scale that grows within the run.
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 3, "loss_scale_window": 4, "hysteresis": 1}}
@@ -43,6 +44,8 @@ PATHS = {
     "ZeRO 0, autocast": {**zero(0), **AUTOCAST},
     **{f"ZeRO {stage}, fp32": zero(stage) for stage in (1, 2, 3)},
     **{f"ZeRO {stage}, bf16": {**zero(stage), **BF16} for stage in (1, 2, 3)},
+    # Without its own check DeepSpeed would apply what isn't finite.
+    **{f"ZeRO {stage}, bf16, unchecked": {**zero(stage), **UNCHECKED} for stage in (1, 2)},
     "ZeRO 1, bf16, fp32 sums": {**zero(1), **BF16, **FP32_SUMS},
     **{f"ZeRO {stage}, fp16": {**zero(stage), **FP16} for stage in (1, 2, 3)},
     **{f"ZeRO {stage}, offload": zero(stage, **OFFLOAD) for stage in (1, 2, 3)},
@@ -114,7 +117,7 @@ def make_optimizer(name, groups):
     """SGD in low precision, where Adam would make much of the last bit."""
     if dtype_of(name) is torch.float32 and "autocast" not in name and "experts" not in name:
         return torch.optim.AdamW(groups, lr=LR, foreach=False)
-    return torch.optim.SGD(groups, lr=LR)
+    return torch.optim.SGD(groups, lr=LR / 2)
 
 
 def groups_of(name, model):
@@ -136,6 +139,7 @@ class Reference:
         self.stage = PATHS[name]["zero_optimization"]["stage"]
         self.zclip_scales = not self.stage and self.dtype is torch.float32
         self.master = ExpertNet() if "experts" in name else layouts.Net()
+        self.master.to(self.dtype).float()  # DeepSpeed keeps what is left of the weights in low precision
         self.optimizer = make_optimizer(name, groups_of(name, self.master))
         self.zclip = ReferenceZClip(**options)
         self.norms, self.scales = [], []
