@@ -17,7 +17,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parent / "ranks"))
 import launch
 from deepspeed_paths import NOT_FINITE, PATHS, SPIKES, STEPS, dtype_of
 
-UNTOUCHED = ["ZeRO 0, fp32", "ZeRO 0, bf16", "ZeRO 1, bf16, fp32 sums", "ZeRO 1, fp32", "ZeRO 2, bf16", "ZeRO 3, fp32"]
+UNTOUCHED = [
+    "ZeRO 0, fp32",
+    "ZeRO 0, fp32, gradient_clipping 0",
+    "ZeRO 0, bf16",
+    "ZeRO 1, bf16, fp32 sums",
+    "ZeRO 1, fp32",
+    "ZeRO 2, bf16",
+    "ZeRO 3, fp32",
+]
 SKIPS = ["ZeRO 0, fp32", "ZeRO 0, bf16", "ZeRO 1, bf16, fp32 sums", "ZeRO 2, bf16", "ZeRO 3, fp32"]
 CHECKPOINTS = ["ZeRO 0, fp32", "ZeRO 1, fp32", "ZeRO 3, bf16"]
 UNIVERSAL = ["ZeRO 1, fp32", "ZeRO 3, fp32"]  # its converter wants the moments of Adam
@@ -28,7 +36,8 @@ OTHERS = [
     *("deepspeed_p75:ZeRO 1, fp32", "deepspeed_p75:ZeRO 3, fp32", "deepspeed_p77:ZeRO 2, fp32", "deepspeed_refused"),
     *(f"deepspeed_skips:{path}" for path in SKIPS),
     *("deepspeed_inconsistent:ZeRO 1, fp32", "deepspeed_late_scheduler", "deepspeed_says:ZeRO 3, fp32"),
-    "deepspeed_built_before",
+    *("deepspeed_built_before", "deepspeed_scaler", "deepspeed_hooks", "deepspeed_wrappers"),
+    *(f"deepspeed_muon:{stage}" for stage in (1, 2)),
 ]
 
 
@@ -46,11 +55,14 @@ def reports(tmp_path_factory):
     names += [on_disk("save", path, folder / f"universal{index}") for index, path in enumerate(UNIVERSAL)]
     names += [on_disk("path", path, folder) for path in PATHS]
     found = {2: launch.run(names, 2, timeout=400)}
+    # Tensor parallelism leaves marks in its process.
+    found[2] |= launch.run([f"deepspeed_tensor_parallel:{stage}" for stage in (0, 1, 3)], 2, timeout=120)
     for index in range(len(UNIVERSAL)):
         convert(folder / f"universal{index}")
     names = [on_disk("load_universal", path, folder / f"universal{index}") for index, path in enumerate(UNIVERSAL)]
     found[1] = launch.run(names, 1, timeout=120)
-    names = [f"deepspeed_copies_in_a_pipeline:{path}" for path in ("ZeRO 0, fp32", "ZeRO 1, fp32")]
+    names = [f"deepspeed_two_models:{stage}" for stage in (0, 1)]
+    names += [f"deepspeed_copies_in_a_pipeline:{path}" for path in ("ZeRO 0, fp32", "ZeRO 1, fp32")]
     found[4] = launch.run(names, 4, timeout=120)
     return found
 
@@ -151,7 +163,7 @@ def test_resumes_bit_for_bit(reports, path):
 @pytest.mark.parametrize("path", PATHS)
 def test_clip_grad_stays_the_users(reports, path):
     """Also in a checkpoint that is saved from within the step of a spike."""
-    users = 0.0 if "gradient_clipping 0" in path else 1.0
+    users = 0.0 if "gradient_clipping 0" in path else 5.0
     for report in path_report(reports, path):
         assert report["clip_grad"] in (users, None)
         assert report["saved_clip_grads"] in ([users], [])
@@ -215,7 +227,8 @@ def test_p77_a_wrapper_is_unwrapped(reports):
             assert report[way]["z_thresh"] == z_thresh
             assert report[way]["steps"] == 1
             assert report[way]["left"] == []
-            assert "got a ZClipOptimizer" in report[way]["said"][0]
+            assert all("got a ZClipOptimizer" in said for said in report[way]["said"])
+    assert [len(report["alone"]["said"]) for report in of(reports, "deepspeed_p77:ZeRO 2, fp32")] == [1, 0]
 
 
 @pytest.mark.parametrize(
@@ -241,7 +254,7 @@ class Stub:
     """An engine of a kind that can't be built without a GPU."""
 
     def __init__(self, optimizer="AdamW", zenflow=False, super_offload=False):
-        self.basic_optimizer = type(optimizer, (), {})()
+        self.basic_optimizer = self.optimizer = type(optimizer, (), {})()
         self.zenflow, self._super_offload, self.has_moe_layers = zenflow, super_offload, False
 
     def zero_optimization(self):
@@ -264,11 +277,11 @@ class Stub:
 )
 def test_refused_kinds_of_engine(engine, words):
     with pytest.raises(ValueError, match=words):
-        settings.check_engine(engine)
+        settings.check_engine(engine, settings.REFERENCE)
 
 
 def test_usual_kinds_are_not_refused():
-    settings.check_engine(Stub())
+    settings.check_engine(Stub(), settings.REFERENCE)
 
 
 def test_versions():
@@ -299,6 +312,7 @@ def test_policies(reports, path):
         assert all("on_nonfinite='raise'" in said for said in stop["said"])
         assert limit["said"][0] == "no error"
         assert "max_consecutive_skips=1" in limit["said"][1]
+        assert (stop["skipped_steps"], limit["skipped_steps"]) == (2, 2)
         for each in (skip, stop, limit):
             assert each["all_moved"]
             assert each["still"]
@@ -324,11 +338,12 @@ def test_universal_checkpoint_on_another_number_of_ranks(reports, path):
 
 
 def test_metrics_in_the_monitor(reports):
-    files, nothing = of(reports, "deepspeed_monitor:ZeRO 1, fp32")
+    (files, rows, scales), nothing = of(reports, "deepspeed_monitor:ZeRO 1, fp32")
+    assert rows == [[8 * (step + 1), pytest.approx(scale)] for step, scale in enumerate(scales)]
     assert any(name.startswith("events.out.tfevents") for name in files)
     for name in ("grad_norm", "threshold", "scale", "clip_rate", "skipped"):
         assert f"Train_Samples_zclip_{name}.csv" in files
-    assert nothing == []
+    assert nothing is None
 
 
 def test_ranks_that_differ_are_everyones_error(reports):
@@ -344,12 +359,11 @@ def test_a_scheduler_of_torch_can_be_built_afterwards(reports):
 
 
 def test_says_where_it_is_and_what_it_supersedes(reports):
-    (lines, kind), (silent, _) = of(reports, "deepspeed_says:ZeRO 3, fp32")
+    lines, silent = of(reports, "deepspeed_says:ZeRO 3, fp32")
     assert len(lines) == 1
     for part in ("ZeRO 3", "z_thresh=3.0", "default gradient_clipping of 1"):
         assert part in lines[0]
     assert silent == []
-    assert kind == "Tensor"
 
 
 def test_an_engine_that_was_built_before_is_warned_of(reports):
@@ -365,3 +379,45 @@ def test_copies_on_stages_and_replicas_count_once(reports, path):
         assert [scale < 1 for scale in report["scales"]] == [False, False, True, False]
         assert report["difference"] < 6e-8
         assert report["bits"] == of(reports, f"deepspeed_copies_in_a_pipeline:{path}", world=4)[0]["bits"]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_tensor_parallel(reports, stage):
+    found = of(reports, f"deepspeed_tensor_parallel:{stage}")
+    for report in found:
+        assert report["norms"] == pytest.approx(report["wanted"], rel=1e-6)
+        assert [scale < 1 for scale in report["scales"]] == [False, False, True, False]
+        assert report["bits"] == found[0]["bits"]
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_models_that_are_trained_apart_in_one_job(reports, stage):
+    """Each has its own norm, and nobody waits for the other, which takes fewer steps."""
+    for rank, (norm, wanted, steps) in enumerate(of(reports, f"deepspeed_two_models:{stage}", world=4)):
+        assert norm == pytest.approx(wanted, rel=1e-6)
+        assert steps == (3 if rank < 2 else 1)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_p79_muon_on_zero_is_refused(reports, stage):
+    for said in of(reports, f"deepspeed_muon:{stage}"):
+        assert "hides every spike" in said
+
+
+def test_overflows_of_a_scaler_are_its_own(reports):
+    """Also where ZClip would raise: the scale falls, nothing is sampled or counted, and the learning rate waits."""
+    for report in of(reports, "deepspeed_scaler"):
+        assert report["scales"] == [65536.0, 65536.0, 32768.0, 32768.0]
+        assert (report["samples"], report["steps"], report["nonfinite"], report["skipped"]) == (3, 3, 0, 0)
+        assert (report["skipped_steps"], report["scheduled"]) == (1, 3)
+
+
+def test_hooks_of_others_stay(reports):
+    for calls, steps in of(reports, "deepspeed_hooks"):
+        assert (calls, steps) == (1, 1)
+
+
+def test_wrappers_where_they_do_not_belong(reports):
+    for report in of(reports, "deepspeed_wrappers"):
+        assert report["off"] == [False, "AdamW"]
+        assert "got a function that makes a ZClipOptimizer" in report["function"]

@@ -1,4 +1,4 @@
-"""The oldest DeepSpeed that is supported, 0.16.9 with torch 2.7.0: `make test-oldest` runs it in an environment of its own.
+"""The oldest DeepSpeed that is supported: 0.16.9 with torch 2.7.0, in the environment of `make test-oldest`.
 
 Up to 0.19.7 DeepSpeed takes a norm that isn't finite for 1.0, and its bf16 optimizer dies of it. ZeRO 3 on CPUs is left
 out: there it corrupts gradients by itself now and then.

@@ -173,7 +173,7 @@ def deepspeed_p75(name):
     """Usual norms far above 1, where DeepSpeed's default limit of 1.0 would scale each step."""
     report = {}
     for title, zclip, more in (
-        ("default", {"warmup_steps": 2}, {}),
+        ("default", {"warmup_steps": 2}, {"gradient_clipping": None}),
         ("written", {"warmup_steps": 2}, {"gradient_clipping": 5.0}),
         ("zero", {"warmup_steps": 2}, {"gradient_clipping": 0.0}),
         ("capped", {"warmup_steps": 2, "max_grad_norm": 0.01}, {}),
@@ -321,8 +321,14 @@ def deepspeed_load_universal(name, folder):
 def deepspeed_monitor(name, folder):
     """Metrics in the engine's own monitors."""
     where = {"enabled": True, "output_path": folder, "job_name": "run"}
-    trained(name, {"warmup_steps": 2}, csv_monitor=where, tensorboard=where).close()
-    return sorted(os.listdir(os.path.join(folder, "run"))) if dist.get_rank() == 0 else []
+    run = trained(name, {"warmup_steps": 2}, csv_monitor=where, tensorboard=where)
+    run.close()
+    if dist.get_rank() != 0:
+        return None
+    folder = os.path.join(folder, "run")
+    with open(os.path.join(folder, "Train_Samples_zclip_scale.csv")) as file:
+        rows = [line.split(",") for line in file.read().split()[1:]]
+    return [sorted(os.listdir(folder)), [[int(samples), float(scale)] for samples, scale in rows], run.scales]
 
 
 def deepspeed_inconsistent(name):
@@ -353,20 +359,18 @@ def deepspeed_late_scheduler():
 
 
 def deepspeed_says(name):
-    """What the log holds, and where DeepSpeed leaves the norm."""
+    """What the log holds."""
     lines = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
     logger.addHandler(handler)
     logger.setLevel("WARNING")
     try:
-        run = trained(name, {"warmup_steps": 2, "z_thresh": 3.0})
+        trained(name, {"warmup_steps": 2, "z_thresh": 3.0}, gradient_clipping=None).close()
     finally:
         logger.setLevel("ERROR")
         logger.removeHandler(handler)
-    norm = run.engine.get_global_grad_norm()
-    run.close()
-    return [[line for line in lines if "ZClip" in line], type(norm).__name__]
+    return [line for line in lines if "ZClip clips" in line]
 
 
 def deepspeed_built_before():

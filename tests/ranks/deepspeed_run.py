@@ -25,6 +25,9 @@ logger.setLevel("ERROR")
 deepspeed.init_distributed("gloo")
 
 
+USERS_CLIP = 5.0  # what must stay in the optimizer and its checkpoints
+
+
 class Scheduler(torch.optim.lr_scheduler.LambdaLR):
     """Saves a checkpoint from within the step of the engine, where it is asked to."""
 
@@ -61,6 +64,7 @@ class Run:
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
             "steps_per_print": 10**9,
+            "gradient_clipping": USERS_CLIP,
             **PATHS[name],
             **more,
         }
@@ -69,6 +73,7 @@ class Run:
             config["gradient_accumulation_steps"] = micro_batches(name)
         if zclip is not None:
             config["zclip"] = zclip
+        config = {key: value for key, value in config.items() if value is not None}
         self.name = name
         self.engine, *_ = deepspeed.initialize(
             model=model, optimizer=optimizer, lr_scheduler=self.scheduler, config=config

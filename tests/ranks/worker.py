@@ -9,7 +9,8 @@ import traceback
 import torch
 import torch.distributed as dist
 
-MODULES = {"checkpoint": "checkpoints", "deepspeed": "deepspeed_cases"}  # by the first word of a case
+# By the first word of a case.
+MODULES = {"checkpoint": ["checkpoints"], "deepspeed": ["deepspeed_cases", "deepspeed_engines"]}
 
 
 def main():
@@ -25,8 +26,8 @@ def main():
     for name in names.split("|"):
         function, *argument = name.split(":")
         try:
-            module = importlib.import_module(MODULES.get(function.split("_")[0], "cases"))
-            report = getattr(module, function)(*argument)
+            modules = map(importlib.import_module, MODULES.get(function.split("_")[0], ["cases"]))
+            report = next(getattr(module, function) for module in modules if hasattr(module, function))(*argument)
         except BaseException:  # some of torch's own are no Exceptions
             report = "error: " + traceback.format_exc(limit=-4)
         print("REPORT", json.dumps([name, report]), flush=True)

@@ -15,9 +15,7 @@ from __future__ import annotations
 
 import functools
 import gc
-import inspect
 import threading
-from collections.abc import Callable
 from typing import Any
 
 try:
@@ -35,7 +33,6 @@ from . import settings
 __all__ = ["disable", "enable", "initialize"]
 
 _lock = threading.Lock()
-_enabled = False
 
 
 def enable() -> None:
@@ -44,23 +41,19 @@ def enable() -> None:
     Calling it again changes nothing. An engine that was built before, with a block in its config, is warned of: it
     trains without ZClip.
     """
-    global _enabled
     with _lock:
-        was_enabled, _enabled = _enabled, True
-        if not getattr(DeepSpeedEngine.__init__, "_zclip_original", None):
-            DeepSpeedEngine.__init__ = _hooked(DeepSpeedEngine.__init__)
+        was_enabled = getattr(DeepSpeedEngine, "_zclip_enabled", False)
+        if not hasattr(DeepSpeedEngine, "_zclip_enabled"):
+            _hook()
+        DeepSpeedEngine._zclip_enabled = True
     if not was_enabled:
         _warn_of_engines_without()
 
 
 def disable() -> None:
     """Engines that are built from now on are left as they are, whatever their config holds. Those that are keep it."""
-    global _enabled
     with _lock:
-        _enabled = False
-        original = getattr(DeepSpeedEngine.__init__, "_zclip_original", None)
-        if original is not None:  # another's hook on top of ours keeps ours, which then does nothing
-            DeepSpeedEngine.__init__ = original
+        DeepSpeedEngine._zclip_enabled = False
 
 
 def initialize(*args: Any, **kwargs: Any) -> Any:
@@ -69,31 +62,33 @@ def initialize(*args: Any, **kwargs: Any) -> Any:
     return deepspeed.initialize(*args, **kwargs)
 
 
-def _hooked(original: Callable[..., None]) -> Callable[..., None]:
-    signature = inspect.signature(original)
+def _hook() -> None:
+    """Once, and for good: taking it out again would take out what others have put on top of it."""
+    original = DeepSpeedEngine.__init__
 
     @functools.wraps(original)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        if not _enabled:
-            return original(self, *args, **kwargs)
-        arguments = signature.bind(self, *args, **kwargs)
-        config = settings.of_engine(arguments.arguments)
-        if config is None:
-            return original(self, *args, **kwargs)
-        settings.check_version(deepspeed.__version__)
-        original(*arguments.args, **arguments.kwargs)
-        return _engine.install(self, config)
+        if not DeepSpeedEngine._zclip_enabled:
+            original(self, *args, **kwargs)
+            return
+        config, args, kwargs = settings.of_engine(args, kwargs)
+        if config is not None:
+            settings.check_version(deepspeed.__version__)
+        original(self, *args, **kwargs)
+        settings.check_optimizer(self)
+        if config is not None:
+            _engine.install(self, config)
 
     init._zclip_original = original  # type: ignore[attr-defined]
-    return init
+    DeepSpeedEngine.__init__ = init
 
 
 def _warn_of_engines_without() -> None:
     for candidate in gc.get_objects():
-        if not issubclass(type(candidate), DeepSpeedEngine):
+        if not issubclass(type(candidate), DeepSpeedEngine) or getattr(candidate, "zclip", None) is not None:
             continue
         written = getattr(getattr(candidate, "_config", None), "_param_dict", None) or {}
-        if settings.KEY in written and getattr(candidate, "zclip", None) is None:
+        if candidate.optimizer is not None and settings.is_on(written):
             warn(
                 'a DeepSpeed engine with a "zclip" block in its config was built before '
                 "zclip_ext.integrations.deepspeed was imported: it trains without ZClip. Import it before "

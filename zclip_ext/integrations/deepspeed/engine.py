@@ -34,12 +34,15 @@ def install(engine: Any, config: ZClipConfig) -> None:
     if engine.optimizer is None or type(engine.optimizer).__name__ in ("DummyOptim", "DeepSpeedZeRoOffload"):
         _say("ZClip: the engine has no optimizer, so there is nothing to clip")
         return
-    settings.check_engine(engine)
-    zclip = ZClip(config, shared_by=paths.holders(engine))
-    step = Step(zclip, engine.optimizer)
+    settings.check_engine(engine, deepspeed.__version__)
+    group = paths.group_of(engine)
+    zclip = ZClip(config, group=group, shared_by=paths.holders(engine))
+    step = Step(zclip, engine.optimizer, group)
     checks_norms = Version(deepspeed.__version__) >= Version(settings.REFERENCE)
     path = paths.install(engine, step, checks_norms=checks_norms)
     engine.zclip = zclip
+    if not config.dry_run:
+        settings.warn_of_limit(engine)
     _around_step(engine, step)
     _around_save(engine, zclip)
     _around_load(engine, zclip)
@@ -66,6 +69,7 @@ def _around_step(engine: Any, step: Step) -> None:
         taken += 1
         _give_norm_back(engine)
         _close(engine, step)
+        step.end()
         if taken in _CHECKED:
             step.zclip.check_consistency()
         if engine.monitor.enabled and engine.global_rank == 0:
@@ -90,8 +94,9 @@ def _close(engine: Any, step: Step) -> None:
         return
     if engine.optimizer.overflow:
         # What a loss scale that seeks its place runs into is no news of the gradient.
-        if not engine.dynamic_loss_scale() or not engine.fp16_enabled():
-            step.decided(step.zclip.decide(math.nan))
+        seeks = engine.fp16_enabled() and engine.dynamic_loss_scale()
+        if not seeks and getattr(engine, "torch_autocast_z0_gradscaler", None) is None:
+            step.judge(math.nan)
     elif step.zclip.config.dry_run and engine.get_global_grad_norm() is not None:
         step.judge(float(engine.get_global_grad_norm()) * step.loss_scale)
     else:

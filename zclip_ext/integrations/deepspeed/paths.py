@@ -17,10 +17,15 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from deepspeed.moe.utils import is_moe_param
 from deepspeed.runtime.utils import is_model_parallel_parameter
 from deepspeed.utils import groups
-from deepspeed.utils.bwc import bwc_tensor_model_parallel_rank
+from deepspeed.utils.bwc import (
+    bwc_pipeline_parallel_world_size,
+    bwc_tensor_model_parallel_rank,
+    bwc_tensor_model_parallel_world_size,
+)
 from torch import Tensor
 
 from ... import gradients
@@ -42,12 +47,14 @@ def install(engine: Any, step: Step, *, checks_norms: bool) -> str:
     kind = type(optimizer).__name__
     if kind == "BF16_Optimizer":
         _gate(optimizer.optimizer, "step", step)
-        _take_over_bf16(optimizer, step)
-        if not checks_norms:
-            _leave_out_what_it_asserts(optimizer, step)
+        if not step.zclip.config.dry_run:
+            _take_over_bf16(optimizer, step)
+            if not checks_norms:
+                _leave_out_what_it_asserts(optimizer, step)
     elif kind in ("DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3"):
         _gate(optimizer, "_optimizer_step", step)
-        _bring_norm_to_host(optimizer)
+        if not step.zclip.config.dry_run:
+            _bring_norm_to_host(optimizer)
         _take_over_unscale(optimizer, step, norm_at=1, on_device=True)
         if not checks_norms:
             _look_at_group_norms(optimizer, step)
@@ -131,8 +138,6 @@ def _look_at_group_norms(optimizer: Any, step: Step) -> None:
 
 
 def _take_over_bf16(optimizer: Any, step: Step) -> None:
-    if step.zclip.config.dry_run:
-        return
     grads_for_norm, take_step = optimizer.get_grads_for_norm, optimizer.step
 
     def get_grads_for_norm(for_clipping: bool = False) -> Any:
@@ -177,40 +182,72 @@ def _take_over_fp32(engine: Any, step: Step) -> None:
     DeepSpeed's own norm leaves out all pipeline stages but the first, and takes the mean over the experts' ranks.
     """
     original = engine.clip_fp32_gradients
+    dry_run = step.zclip.config.dry_run
 
     def clip_fp32_gradients() -> None:
         everyone = [p for group in engine.optimizer.param_groups for p in group["params"]]
-        first_in_tensor_parallel = bwc_tensor_model_parallel_rank(engine.mpu) == 0
-        counted = [p for p in everyone if _is_counted(p, first_in_tensor_parallel)]
-        result = step.zclip.clip(counted, None)
-        step.decided(result)
-        engine._global_grad_norm = float(result) if bool(result.is_finite) else math.inf
-        if step.zclip.config.dry_run:
+        if not dry_run and _has_overflown(engine, step.group):
+            engine.optimizer.overflow = True
+        else:
+            counted = _counted(everyone, bwc_tensor_model_parallel_rank(engine.mpu) == 0)
+            result = step.decide(lambda: step.zclip.clip(counted, None))
+            engine._global_grad_norm = float(result) if bool(result.is_finite) else math.inf
+            known = set(map(id, counted))
+            step.scale_([p.grad for p in everyone if id(p) not in known and p.grad is not None])
+        if dry_run and engine.gradient_clipping() > 0.0:
             original()
-            return
-        if step.left_out:
+        if engine.optimizer.overflow:
             gradients.discard(everyone)
-            return
-        known = set(map(id, counted))
-        step.scale_([p.grad for p in everyone if id(p) not in known and p.grad is not None])
 
     engine.clip_fp32_gradients = clip_fp32_gradients
 
 
-def _is_counted(parameter: Tensor, first_in_tensor_parallel: bool) -> bool:
-    """Copies on other pipeline stages and other tensor-parallel ranks are counted once, where the first of them is."""
-    if getattr(parameter, "ds_pipe_replicated", False):
+def _has_overflown(engine: Any, group: Any) -> bool:
+    """Whether the scaler of torch_autocast in fp16 found inf, on any rank: it then lowers its scale by itself."""
+    scaler = getattr(engine, "torch_autocast_z0_gradscaler", None)
+    if scaler is None:
         return False
-    return first_in_tensor_parallel or is_model_parallel_parameter(parameter)
+    found = torch.stack(list(scaler._found_inf_per_device(engine.optimizer).values())).amax().to(engine.device)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
+    return bool(found.item() > 0)
+
+
+def _counted(parameters: list[Tensor], first_in_tensor_parallel: bool) -> list[Tensor]:
+    """Copies on other pipeline stages and other tensor-parallel ranks are counted once, where the first of them is."""
+    here = [p for p in parameters if not getattr(p, "ds_pipe_replicated", False)]
+    return here if first_in_tensor_parallel else [p for p in here if is_model_parallel_parameter(p)]
+
+
+def group_of(engine: Any) -> Any:
+    """All ranks that train this model; None: all there are.
+
+    Raises:
+        ValueError: it can't be known.
+    """
+    data_parallel = getattr(engine, "seq_data_parallel_group", None) or engine.data_parallel_group
+    mpu = engine.mpu
+    parts = bwc_tensor_model_parallel_world_size(mpu) * bwc_pipeline_parallel_world_size(mpu)
+    copies, everyone = dist.get_world_size(data_parallel), dist.get_world_size()
+    if parts == 1:
+        return data_parallel
+    if parts * copies == everyone:
+        return None
+    raise ValueError(
+        f'the "zclip" block of the DeepSpeed config: the model is split over {parts} ranks and copied over {copies}, '
+        f"but there are {everyone} in all, and DeepSpeed has no group of those that train this one. Start each model "
+        "as a job of its own"
+    )
 
 
 def holders(engine: Any) -> Callable[[Tensor], Any]:
     """Over which ranks a parameter is copied: the data-parallel ones, for an expert those that hold the same expert."""
 
+    data_parallel = getattr(engine, "seq_data_parallel_group", None) or engine.data_parallel_group
+
     def shared_by(parameter: Tensor) -> Any:
         if is_moe_param(parameter):
             return groups._get_expert_data_parallel_group(parameter.group_name)  # type: ignore[attr-defined]
-        return getattr(engine, "seq_data_parallel_group", None) or engine.data_parallel_group
+        return data_parallel
 
     return shared_by
 

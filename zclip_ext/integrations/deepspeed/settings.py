@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch.distributed as dist
 from packaging.version import Version
 
 from ...config import ZClipConfig
@@ -18,27 +19,49 @@ REFERENCE = "0.19.8"
 _MOMENTUM_ONLY = ("OnebitAdam", "OnebitLamb", "ZeroOneAdam")
 
 
-def of_engine(arguments: dict[str, Any]) -> ZClipConfig | None:
+def of_engine(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[ZClipConfig | None, tuple[Any, ...], dict[str, Any]]:
     """The ZClip options of an engine in the making, from the arguments of its ``__init__``; None: it has none.
 
-    A :class:`ZClipOptimizer` among them is replaced by the optimizer inside: ZeRO steps it once for each group, on this
-    rank's shards. Without a block its options are the engine's.
+    A :class:`ZClipOptimizer` among the arguments is replaced by the optimizer inside: ZeRO steps it once for each
+    group, on this rank's shards. Without a block its options are the engine's.
+
+    Returns:
+        The options, and the arguments to go on with.
 
     Raises:
         ValueError: the block holds something that is not allowed; the error names the key.
     """
-    written = getattr(arguments.get("config_class"), "_param_dict", None)
-    config = parse(written[KEY]) if isinstance(written, Mapping) and KEY in written else None
-    wrapper = arguments.get("optimizer")
-    if isinstance(wrapper, ZClipOptimizer):
-        source = "its options" if config is None else f'the "{KEY}" block of the config'
-        warn(
-            "deepspeed.initialize got a ZClipOptimizer: DeepSpeed gets the optimizer inside it, and ZClip works in the "
-            f"engine, by {source}"
-        )
-        config = config if config is not None else wrapper.zclip.config
-        arguments["optimizer"] = wrapper.unwrap()
-    return config
+    given = [*args, *kwargs.values()]
+    written = next((one._param_dict for one in given if hasattr(one, "_param_dict")), None) or {}
+    config = parse(written[KEY]) if KEY in written else None
+    for wrapper in (one for one in given if isinstance(one, ZClipOptimizer)):
+        if KEY not in written:
+            config = wrapper.zclip.config
+        if is_first():
+            source = f'the "{KEY}" block of the config' if KEY in written else "its options"
+            warn(
+                "deepspeed.initialize got a ZClipOptimizer: DeepSpeed gets the optimizer inside it, and what ZClip "
+                f"does in the engine is told by {source}"
+            )
+        inner = wrapper.unwrap()
+        args = tuple(inner if one is wrapper else one for one in args)
+        kwargs = {name: inner if one is wrapper else one for name, one in kwargs.items()}
+    return config, args, kwargs
+
+
+def is_on(written: Mapping[str, Any]) -> bool:
+    """Whether a DeepSpeed config asks for ZClip."""
+    try:
+        return KEY in written and parse(written[KEY]) is not None
+    except ValueError:
+        return True
+
+
+def is_first() -> bool:
+    """Whether this rank speaks for all."""
+    return not dist.is_available() or not dist.is_initialized() or dist.get_rank() == 0
 
 
 def parse(block: Any) -> ZClipConfig | None:
@@ -70,20 +93,34 @@ def check_version(version: str) -> None:
             f"deepspeed: got version {version}, ZClip needs {OLDEST} or later: the places where it reads the norm and "
             "scales the gradients were never tried on older ones"
         )
-    if Version(version) < Version(REFERENCE):
+    if Version(version) < Version(REFERENCE) and is_first():
         warn(
             f"DeepSpeed {version} takes a gradient norm that isn't finite for 1.0; ZClip looks at the norms of all "
             f"groups itself and leaves such steps out. From {REFERENCE} on DeepSpeed does so, too"
         )
 
 
-def check_engine(engine: Any) -> None:
+def check_optimizer(engine: Any) -> None:
+    """Raises ValueError where a wrapper came in by a way on which it can't be unwrapped."""
+    if isinstance(getattr(engine, "basic_optimizer", None), ZClipOptimizer):
+        raise ValueError(
+            "optimizer: got a function that makes a ZClipOptimizer, expected one that makes the optimizer inside it: "
+            f'DeepSpeed steps it once for each group, on this rank\'s shards. Put "{KEY}" into the DeepSpeed config'
+        )
+
+
+def check_engine(engine: Any, version: str) -> None:
     """Raises where an engine is of a kind that ZClip can't work with.
+
+    Args:
+        version: of DeepSpeed.
 
     Raises:
         ValueError: gives the reason and what to do.
     """
     zero, fp16 = engine.zero_optimization(), engine.fp16_enabled()
+    optimizer, basic = type(engine.optimizer).__name__, type(engine.basic_optimizer).__name__
+    of_experts = ("FP16_UnfusedOptimizer", *(("FP16_Optimizer",) if Version(version) < Version(REFERENCE) else ()))
     problem = None
     if fp16 and not zero:
         problem = (
@@ -104,12 +141,17 @@ def check_engine(engine: Any) -> None:
             "ZenFlow steps parts of the parameters at different times, so a step has no one gradient norm. Remove "
             '"zenflow"'
         )
-    elif type(engine.basic_optimizer).__name__ in _MOMENTUM_ONLY:
+    elif basic in _MOMENTUM_ONLY:
         problem = (
-            f"{type(engine.basic_optimizer).__name__} averages momentum, not gradients, over the ranks, so they have "
-            "no common gradient norm. Use AdamW, Lamb or another optimizer of averaged gradients"
+            f"{basic} averages momentum, not gradients, over the ranks, so they have no common gradient norm. Use "
+            "AdamW, Lamb or another optimizer of averaged gradients"
         )
-    elif engine.has_moe_layers and type(engine.optimizer).__name__ == "FP16_UnfusedOptimizer":
+    elif basic == "MuonWithAuxAdam" and optimizer.startswith("DeepSpeedZeroOptimizer"):
+        problem = (
+            "Muon on ZeRO: DeepSpeed takes the norm there after the update was made orthogonal, which hides every "
+            'spike. Use bf16 on ZeRO 1 with "data_types": {"grad_accum_dtype": "fp32"}'
+        )
+    elif engine.has_moe_layers and optimizer in of_experts:
         problem = (
             "experts (MoE) with bf16 but without ZeRO: DeepSpeed leaves the experts out of the gradient norm there. "
             'Use "zero_optimization": {"stage": 1} or 2'
@@ -119,19 +161,23 @@ def check_engine(engine: Any) -> None:
 
 
 def superseded(engine: Any) -> str:
-    """What ZClip replaces, in words. A ``gradient_clipping`` that the config holds is warned of: nothing heeds it."""
-    limit, written = engine.gradient_clipping(), engine._config._param_dict
+    """What ZClip replaces, in words."""
+    limit = engine.gradient_clipping()
     if not limit:
         return "nothing: gradient_clipping is 0"
-    if "gradient_clipping" not in written:
-        return f"DeepSpeed's default gradient_clipping of {limit:g}"
-    if engine.global_rank == 0:
+    is_default = "gradient_clipping" not in engine._config._param_dict
+    return f"DeepSpeed's default gradient_clipping of {limit:g}" if is_default else f"gradient_clipping={limit:g}"
+
+
+def warn_of_limit(engine: Any) -> None:
+    """Of a ``gradient_clipping`` that the config holds, and that nothing heeds."""
+    limit = engine.gradient_clipping()
+    if limit and "gradient_clipping" in engine._config._param_dict and is_first():
         warn(
             f"gradient_clipping={limit:g} in the DeepSpeed config is superseded by ZClip and limits nothing. For a "
             f'fixed limit on top write "{KEY}": {{"max_grad_norm": {limit:g}}}; else leave it out, or set it to 0 '
             "(Transformers writes it from max_grad_norm of TrainingArguments)"
         )
-    return f"gradient_clipping={limit:g}"
 
 
 def _says(engine: Any, name: str) -> bool:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 from ... import ops
 from ...clipper import ZClip
 from ...result import ClipResult
-from ...telemetry import warn
+from ...telemetry import NonFiniteGradientError, warn
+from . import settings
 
 
 class Step:
@@ -17,17 +19,20 @@ class Step:
     Args:
         zclip: judges it.
         optimizer: the engine's, whose ``overflow`` tells the engine that a step was left out.
+        group: all ranks that train the model; None: all there are.
     """
 
-    def __init__(self, zclip: ZClip, optimizer: Any) -> None:
+    def __init__(self, zclip: ZClip, optimizer: Any, group: Any) -> None:
         self.zclip = zclip
         self.optimizer = optimizer
+        self.group = group
         self._has_warned = False
         self.begin()
 
     def begin(self) -> None:
         """Forgets the last decision. DeepSpeed updates the loss scale before it unscales: what it is now counts."""
         self.result: ClipResult | None = None
+        self.error: NonFiniteGradientError | None = None
         self.loss_scale = loss_scale_of(self.optimizer) * _autocast_scale(self.optimizer)
         self.group_norms: list[Any] = []
         # Older versions reset it for fp16 only, and would skip for ever.
@@ -47,18 +52,30 @@ class Step:
             norm = float(scaled_norm) / self.loss_scale
             if any(not float(group_norm) >= 0 for group_norm in self.group_norms):
                 norm = math.nan  # DeepSpeed's -1 for a group, hidden in the root of the sum of squares
-            self.decided(self.zclip.decide(norm))
+            self.decide(lambda: self.zclip.decide(norm))
         assert self.result is not None
         return self.result
 
-    def decided(self, result: ClipResult) -> None:
-        self.result = result
-        if result.left_out:
+    def decide(self, ask: Callable[[], ClipResult]) -> ClipResult:
+        """Keeps what ZClip says. An error waits until DeepSpeed has ended the step, as one that is left out."""
+        try:
+            self.result = ask()
+        except NonFiniteGradientError as error:
+            self.error, self.result = error, self.zclip.last
+        assert self.result is not None
+        if self.result.left_out:
             self.optimizer.overflow = True
+        return self.result
+
+    def end(self) -> None:
+        """Raises what has waited. What comes next is another step."""
+        error, self.error, self.result = self.error, None, None
+        if error is not None:
+            raise error
 
     def warn_of_no_question(self, version: str) -> None:
         """A seam that a version of DeepSpeed doesn't use."""
-        if not self._has_warned:
+        if not self._has_warned and settings.is_first():
             self._has_warned = True
             warn(f"DeepSpeed {version} took a step without asking for a clip: ZClip doesn't work in this engine")
 
