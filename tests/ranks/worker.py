@@ -10,7 +10,11 @@ import torch
 import torch.distributed as dist
 
 # By the first word of a case.
-MODULES = {"checkpoint": ["checkpoints"], "deepspeed": ["deepspeed_cases", "deepspeed_engines"]}
+MODULES = {
+    "accelerate": ["accelerate_cases"],
+    "checkpoint": ["checkpoints"],
+    "deepspeed": ["deepspeed_cases", "deepspeed_engines"],
+}
 
 
 def main():
