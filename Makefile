@@ -38,7 +38,8 @@ $(OLDEST)/.done: pyproject.toml constraints-oldest.txt setup.py
 	$(OLDEST)/bin/python -m pip install --quiet "$$(grep '^torch==' constraints-oldest.txt)"
 	$(OLDEST)/bin/python -m pip install --quiet --constraint constraints-oldest.txt setuptools wheel numpy
 	$(OLDEST)/bin/python -m pip install --quiet --constraint constraints-oldest.txt --editable . \
-		deepspeed pytest pytest-timeout
+		catalogue deepspeed mosaicml pytest pytest-timeout rich torchvision transformers
+	$(OLDEST)/bin/python -m pip install --quiet --constraint constraints-oldest.txt --no-deps llm-foundry
 	touch $@
 
 lint: venv

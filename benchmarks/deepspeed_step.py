@@ -119,7 +119,8 @@ def measure(stage: int, bf16: bool, arguments: argparse.Namespace) -> dict[str, 
     batch = batch.to(made[PLAIN].device)
     seconds: dict[str, list[float]] = {title: [] for title in made}
     for number in range(arguments.steps + 10):  # the first ones build state, and the ranks compare theirs
-        for title, engine in made.items():
+        order = list(made.items())
+        for title, engine in order if number % 2 else order[::-1]:
             taken = step(engine, batch)
             if number >= 10:
                 seconds[title].append(taken)
@@ -161,7 +162,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=60, help="timed steps of each engine (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=150, help="timed steps of each engine (default: %(default)s)")
     parser.add_argument("--width", type=int, default=512, help="of each layer (default: %(default)s)")
     parser.add_argument("--layers", type=int, default=8, help="linear layers (default: %(default)s)")
     parser.add_argument("--processes", type=int, default=2)

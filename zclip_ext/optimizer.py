@@ -63,7 +63,7 @@ class ZClipOptimizer(Optimizer):
             raise TypeError(f"inner: got {type(inner).__name__}, expected a torch.optim.Optimizer")
         if isinstance(inner, ZClipOptimizer):
             raise TypeError("inner: got a ZClipOptimizer, which clips already; expected the optimizer inside it")
-        if _needs_closure(inner):
+        if needs_closure(inner):
             raise TypeError(
                 f"inner: {type(inner).__name__} evaluates its closure several times in a step, so a step has no one "
                 "gradient to clip; expected an optimizer that steps on the gradients that are there"
@@ -219,6 +219,7 @@ class ZClipOptimizer(Optimizer):
         return f"ZClipOptimizer({type(self.inner).__name__}, {self.zclip!r})"
 
 
-def _needs_closure(optimizer: Optimizer) -> bool:
+def needs_closure(optimizer: Optimizer) -> bool:
+    """Whether an optimizer evaluates a closure several times in a step, as LBFGS does."""
     parameter = inspect.signature(optimizer.step).parameters.get("closure")
     return parameter is not None and parameter.default is inspect.Parameter.empty

@@ -31,7 +31,9 @@ METRICS = (
     "elevated_run",
 )
 _CAP_WINDOW = 100
-_NOT_THE_CALLERS = ("zclip_ext", "torch", "deepspeed")
+# A warning points past these, at the script that uses them.
+_TRAINERS = ("accelerate", "composer", "deepspeed", "lightning", "pytorch_lightning", "transformers")
+_NOT_THE_CALLERS = ("zclip_ext", "torch", *_TRAINERS)
 
 
 class ZClipWarning(UserWarning):
