@@ -10,8 +10,6 @@ weight after any step. Then a second engine resumes from a checkpoint that was s
 
 from __future__ import annotations
 
-import argparse
-import re
 import sys
 import tempfile
 from pathlib import Path
@@ -19,10 +17,10 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests" / "ranks"))
+import docs_table  # noqa: E402
 import launch  # noqa: E402
 from deepspeed_paths import PATHS, STEPS  # noqa: E402
 
-MARKS = ("<!-- paths: begin -->", "<!-- paths: end -->")
 HEAD = "| path | DeepSpeed's optimizer | works | largest difference | decisions a step | not finite | resume |"
 
 
@@ -57,17 +55,5 @@ def table() -> str:
     return "\n".join(rows)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="put the table into docs/deepspeed.md")
-    arguments = parser.parse_args()
-    text = table()
-    print(text)
-    if arguments.write:
-        page = ROOT / "docs" / "deepspeed.md"
-        pattern = re.escape(MARKS[0]) + ".*?" + re.escape(MARKS[1])
-        page.write_text(re.sub(pattern, lambda _: f"{MARKS[0]}\n{text}\n{MARKS[1]}", page.read_text(), flags=re.DOTALL))
-
-
 if __name__ == "__main__":
-    main()
+    docs_table.main(__doc__, table, page="deepspeed.md", name="paths")

@@ -9,14 +9,13 @@ model's gradient, to 1e-6 for ours and 1e-4 for the others.
 
 from __future__ import annotations
 
-import argparse
-import re
 import sys
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests" / "ranks"))
+import docs_table  # noqa: E402
 import launch  # noqa: E402
 
 LAYOUTS = {
@@ -34,7 +33,6 @@ LAYOUTS = {
     "FSDP2 beside plain parameters": (2, "mixed"),
     "Partial gradients (sequence parallel)": (2, "partial_gradients"),
 }
-MARKS = ("<!-- layouts: begin -->", "<!-- layouts: end -->")
 
 
 def verdicts(reports: dict[str, list[Any]], name: str) -> list[str]:
@@ -60,17 +58,5 @@ def table() -> str:
     return "\n".join(rows)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="put the table into docs/ranks.md")
-    arguments = parser.parse_args()
-    text = table()
-    print(text)
-    if arguments.write:
-        page = ROOT / "docs" / "ranks.md"
-        pattern = re.escape(MARKS[0]) + ".*?" + re.escape(MARKS[1])
-        page.write_text(re.sub(pattern, lambda _: f"{MARKS[0]}\n{text}\n{MARKS[1]}", page.read_text(), flags=re.DOTALL))
-
-
 if __name__ == "__main__":
-    main()
+    docs_table.main(__doc__, table, page="ranks.md", name="layouts")

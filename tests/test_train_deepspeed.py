@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_launch import DEEPSPEED, TORCHRUN, free_port, run, seen_by
+from launchers import DEEPSPEED, TORCHRUN, free_port, run, seen_by
 
 SCRIPT = Path(__file__).resolve().parent.parent / "integrations" / "train_deepspeed.py"
 SMALL = ["--batch", "2", "--length", "16", "--print-every", "1"]
