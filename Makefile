@@ -15,9 +15,14 @@ test: lint
 	$(BIN)/python -m pytest
 	$(MAKE) test-oldest
 
-# The oldest versions that adapters support, in an environment of their own.
+# The oldest versions that adapters support, in an environment of their own. Left out of the suite: launches of scripts and
+# DeepSpeed's newest, which the other environment covers, and FSDP2 by gloo, which adds up there and doesn't average.
+APPLIES := $(addprefix tests/test_, $(addsuffix .py, accelerate checkpoint config norm optimizer optimizer_state \
+	properties ranks rule rule_cases skip_cases transformers upstream))
+
 test-oldest: venv-oldest
-	$(OLDEST)/bin/python -m pytest tests/oldest
+	$(OLDEST)/bin/python -m pytest tests/oldest $(APPLIES) \
+		-k "not (test_ranks and (fsdp2 or mixed or plain_parameters_beside))"
 
 bench: venv
 	$(BIN)/python benchmarks/step_time.py
@@ -38,8 +43,8 @@ $(OLDEST)/.done: pyproject.toml constraints-oldest.txt setup.py
 	$(OLDEST)/bin/python -m pip install --quiet "$$(grep '^torch==' constraints-oldest.txt)"
 	$(OLDEST)/bin/python -m pip install --quiet --constraint constraints-oldest.txt setuptools wheel numpy
 	$(OLDEST)/bin/python -m pip install --quiet --constraint constraints-oldest.txt --editable . \
-		catalogue deepspeed mosaicml pytest pytest-timeout rich torchvision transformers
-	$(OLDEST)/bin/python -m pip install --quiet --constraint constraints-oldest.txt --no-deps llm-foundry
+		accelerate catalogue deepspeed hypothesis matplotlib mosaicml pytest pytest-timeout rich torchvision transformers
+	$(OLDEST)/bin/python -m pip install --quiet --constraint constraints-oldest.txt --no-deps llm-foundry zclip
 	touch $@
 
 lint: venv
