@@ -81,3 +81,18 @@ def test_bf16(reports, world):
     for report in of(reports, "accelerate_bf16", world):
         assert report["norms"][:4] == pytest.approx(norms[:4], rel=0.05)  # bfloat16 keeps 8 bits
         assert [step for step, scale in enumerate(report["scales"]) if scale < 0.5] == [8]
+
+
+def test_p85_the_record_is_the_same_however_it_was_asked_for():
+    """The other trainers' helpers return floats, tensors or None."""
+    net = layouts.Net()
+    layouts.loss_of(net, layouts.whole_batch(0)).backward()
+    for result in (
+        zclip_ext.ZClip().step(net),
+        zclip_ext.ZClip().clip([*net.parameters()]),
+        zclip_ext.ZClip().decide(1.0),
+    ):
+        assert isinstance(result, zclip_ext.ClipResult)
+        for name in ("grad_norm", "clipped_norm", "threshold", "z_score", "scale", "is_spike", "is_finite", "skipped"):
+            assert getattr(result, name).shape == ()
+        assert isinstance(float(result), float)
