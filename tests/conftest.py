@@ -1,6 +1,18 @@
+import os
+
 import pytest
 
 from zclip_ext import ops
+
+
+@pytest.fixture(autouse=True)
+def environment():
+    """What a trainer writes into it (ports, ranks) is not for the processes that later tests start."""
+    before = dict(os.environ)
+    yield
+    for name in set(os.environ) - set(before):
+        del os.environ[name]
+    os.environ.update(before)
 
 
 @pytest.fixture(params=["compiled", "torch"])
