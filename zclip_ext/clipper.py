@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from . import checkpoint, gradients, ops, rule, telemetry
 from .config import ZClipConfig
-from .distributed import Ranks, Share, SharedBy
+from .distributed import Ranks, Share, SharedBy, is_first
 from .result import ClipResult
 
 
@@ -225,7 +225,7 @@ class ZClip:
                 f"steps left out in a row: {state['consecutive_skips']:.0f}; on_nonfinite={config.on_nonfinite!r}, "
                 f"max_consecutive_skips={config.max_consecutive_skips}"
             )
-        if self._ranks.is_first():  # all decide the same
+        if is_first(self._ranks.group):  # all decide the same
             telemetry.warn_of_skip(state["last_grad_norm"], int(state["skipped"]), bool(result.is_spike))
 
     def _without_gradients(self, parameters: list[Tensor], sums: Tensor) -> None:

@@ -23,8 +23,17 @@ from .telemetry import warn
 #: A process group for all parameters, or a function that names the group of each (None: this rank alone holds it).
 SharedBy: TypeAlias = Any | Callable[[Tensor], Any] | None
 
-# The calls at which ranks compare their layouts: at once, and after weights that started alike on all ranks have moved.
-_CHECKED = (1, 2, 10, 100)
+#: The calls at which ranks compare what they have: at once, and after weights that started alike on all have moved.
+CHECKED = (1, 2, 10, 100)
+
+
+def _are_there() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def is_first(group: Any = None) -> bool:
+    """Whether this rank speaks for all of a group; None: of all there are."""
+    return not _are_there() or dist.get_rank(group) <= 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,22 +65,14 @@ class Ranks:
         self._buckets: list[layout.Bucket] = []
         self._has_warned = False
 
-    @staticmethod
-    def _are_there() -> bool:
-        return dist.is_available() and dist.is_initialized()
-
-    def is_first(self) -> bool:
-        """Whether this rank speaks for all."""
-        return not self._are_there() or dist.get_rank(self.group) <= 0
-
     def shares(self, parameters: list[Tensor], model: nn.Module | None) -> list[Share]:
         """This rank's part of the gradients that are there.
 
         Raises:
-            RuntimeError: the layout can't be known; or, on all ranks alike at the calls of ``_CHECKED``, ranks don't
+            RuntimeError: the layout can't be known; or, on all ranks alike at the calls of ``CHECKED``, ranks don't
                 agree on it.
         """
-        if not self._are_there():
+        if not _are_there():
             return [Share(1.0, parameters, ops.collect(parameters))]
         if self._world is not dist.group.WORLD:
             self._forget(dist.group.WORLD)
@@ -84,7 +85,7 @@ class Ranks:
             except RuntimeError as error:
                 problem = str(error)
         # When to check depends on the number of calls alone, which is the same on all ranks.
-        if self._calls in _CHECKED and dist.get_world_size(self.group) > 1:
+        if self._calls in CHECKED and dist.get_world_size(self.group) > 1:
             self._check(problem)
         elif problem is not None:
             raise RuntimeError(problem)
@@ -109,7 +110,7 @@ class Ranks:
 
     def total(self, sums: Tensor) -> Tensor:
         """Adds up what all ranks have; the same bits on each of them."""
-        if not self._are_there() or dist.get_world_size(self.group) == 1:
+        if not _are_there() or dist.get_world_size(self.group) == 1:
             return sums
         total = sums.to(_meeting_place(self.group), copy=True)  # the reduction is in place
         dist.all_reduce(total, group=self.group)
@@ -136,7 +137,7 @@ class Ranks:
         Raises:
             RuntimeError: names the ranks that differ from most, and the first field in which they do.
         """
-        if not self._are_there():
+        if not _are_there():
             return
         bits = values.detach().view(torch.int64).to(_meeting_place(self.group))
         everyone = [torch.empty_like(bits) for _ in range(dist.get_world_size(self.group))]

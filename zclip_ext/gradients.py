@@ -34,6 +34,11 @@ def parameters_of(target: Target) -> list[Tensor]:
     return parameters
 
 
+def held_by(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """The parameters of an optimizer. To be read at each step: groups are added and replaced while a run goes on."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
 def is_dtensor(tensor: Tensor) -> bool:
     """Without importing torch.distributed.tensor, which takes a while, where nobody has."""
     module = sys.modules.get("torch.distributed.tensor")

@@ -8,14 +8,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
-from . import checkpoint, rule
+from . import checkpoint, gradients, rule
 from .clipper import ZClip
 from .config import ZClipConfig
 from .distributed import SharedBy
-from .telemetry import warn
+from .telemetry import warn_of_no_statistics
 
 _PREFIX = "zclip_"
 
@@ -102,7 +102,7 @@ class ZClipOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        result = self.zclip.clip(self._parameters(), self.model)
+        result = self.zclip.clip(gradients.held_by(self.inner), self.model)
         if not result.left_out:
             named = {name: value for name, value in kwargs.items() if name != "closure"}
             self.inner.step(*((None, *rest) if rest else ()), **named)
@@ -138,7 +138,7 @@ class ZClipOptimizer(Optimizer):
         config = self.zclip.config
         numbers = checkpoint.load(saved, config) if saved else rule.new_state(config)
         if not saved:
-            warn("the checkpoint holds no ZClip statistics: they start afresh, with a warm-up")
+            warn_of_no_statistics()
         self.inner.load_state_dict(state_dict)
         self.zclip.start_from(numbers)
         self._publish()
@@ -147,10 +147,6 @@ class ZClipOptimizer(Optimizer):
         """The inner optimizer, without the statistics in its first group: for a trainer that clips by other means."""
         self._withdraw()
         return self.inner
-
-    def _parameters(self) -> list[Tensor]:
-        """Read from the groups at each step: groups are added and replaced while a run goes on."""
-        return [parameter for group in self.inner.param_groups for parameter in group["params"]]
 
     def _publish(self) -> None:
         """Puts the statistics where the inner optimizer's checkpoints take them along."""

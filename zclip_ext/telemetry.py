@@ -80,6 +80,11 @@ def warn_of_skip(grad_norm: float, skipped: int, is_spike: bool) -> None:
         warn(f"ZClip left out a step: {reason} (steps left out so far: {skipped})")
 
 
+def warn_of_no_statistics() -> None:
+    """Of a checkpoint that was saved without ZClip."""
+    warn("the checkpoint holds no ZClip statistics: they start afresh, with a warm-up")
+
+
 class CapWatch:
     """Warns once where ``max_grad_norm``, not the statistics, decides most steps: a lower learning rate, unseen."""
 

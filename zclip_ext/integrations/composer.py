@@ -27,7 +27,7 @@ import torch
 from .. import clipper, gradients
 from ..config import ZClipConfig
 from ..optimizer import ZClipOptimizer
-from ..telemetry import warn
+from ..telemetry import warn, warn_of_no_statistics
 
 __all__ = ["ZClip"]
 
@@ -87,7 +87,7 @@ class ZClip(Algorithm):
         else:  # this batch was a sample already, and is run again
             self.zclip.load_state_dict(self._before)
         # Not the model's parameters: those that no optimizer has are never zeroed, so their gradients grow.
-        parameters = _parameters_of(state.optimizers[0])
+        parameters = gradients.held_by(state.optimizers[0])
         result = self.zclip.clip(parameters, state.model)
         if result.left_out:  # the optimizer is in its step already: without gradients it changes nothing
             gradients.discard(parameters)
@@ -106,7 +106,7 @@ class ZClip(Algorithm):
         if _STATE in state:
             self.zclip.load_state_dict(state[_STATE])
         else:
-            warn("the checkpoint holds no ZClip statistics: they start afresh, with a warm-up")
+            warn_of_no_statistics()
             self.zclip.reset()
         self._before = None
 
@@ -142,10 +142,6 @@ def _check(state: State) -> None:
             )
 
 
-def _parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
 # SAM runs a batch twice in a step: at the weights, then at weights that are moved by e(w), uphill along that gradient.
 # The gradient at the second place is the one it steps with, so that is ZClip's sample; of the first only the direction
 # counts, and it differs by rank. SAM moves back only weights that have a gradient, and ranks are compared by their
@@ -155,12 +151,12 @@ def _parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 def _is_at_foot(optimizer: torch.optim.Optimizer) -> bool:
     """Whether SAM will climb along the gradients that are there."""
     climbs = isinstance(optimizer, SAMOptimizer) and (optimizer.global_step + 1) % optimizer.interval == 0
-    return climbs and not any("e_w" in optimizer.state.get(parameter, {}) for parameter in _parameters_of(optimizer))
+    return climbs and not any("e_w" in optimizer.state.get(parameter, {}) for parameter in gradients.held_by(optimizer))
 
 
 def _make_finite(optimizer: torch.optim.Optimizer) -> None:
     """So that a climb can't carry NaN into the weights."""
-    for parameter in _parameters_of(optimizer):
+    for parameter in gradients.held_by(optimizer):
         if parameter.grad is not None:
             parameter.grad.nan_to_num_(0.0, 0.0, 0.0)
 
@@ -174,5 +170,5 @@ def _climb_down(optimizer: torch.optim.Optimizer) -> None:
 def _forget_climb(optimizer: torch.optim.Optimizer) -> None:
     """SAM leaves its e(w) behind; what is there from now on tells that the weights are moved."""
     if isinstance(optimizer, SAMOptimizer):
-        for parameter in _parameters_of(optimizer):
+        for parameter in gradients.held_by(optimizer):
             optimizer.state.get(parameter, {}).pop("e_w", None)

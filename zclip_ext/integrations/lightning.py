@@ -19,7 +19,7 @@ from .. import gradients
 from ..clipper import ZClip
 from ..config import ZClipConfig
 from ..optimizer import ZClipOptimizer, needs_closure
-from ..telemetry import warn
+from ..telemetry import warn, warn_of_no_statistics
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -58,9 +58,7 @@ class ZClipCallback(_Callback):
     """
 
     def __init__(self, config: ZClipConfig | None = None, **options: Any) -> None:
-        if config is not None and options:
-            raise TypeError(f"options: got {', '.join(options)} beside a config; give one or the other")
-        self.config = ZClipConfig.from_dict(options) if config is None else ZClip(config).config
+        self.config = ZClip(config, **options).config
         self.zclips: list[ZClip] = []
         self._has_loaded = False
 
@@ -113,7 +111,7 @@ class ZClipCallback(_Callback):
             )
         resumes = trainer.ckpt_path is not None
         if resumes and not self._has_loaded and trainer.is_global_zero:
-            warn("the checkpoint holds no ZClip statistics: they start afresh, with a warm-up")
+            warn_of_no_statistics()
         if not self._has_loaded and (resumes or held != count or trainer.global_step == 0):
             self.zclips = [ZClip(self.config) for _ in range(count)]
         self._has_loaded = False
@@ -125,7 +123,7 @@ class ZClipCallback(_Callback):
             NonFiniteGradientError: see :meth:`zclip_ext.ZClip.step`. Nothing was changed.
         """
         index = next(place for place, other in enumerate(trainer.optimizers) if other is optimizer)
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        parameters = gradients.held_by(optimizer)
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         if scaler is not None and _has_overflowed(scaler, optimizer):
             return

@@ -25,7 +25,7 @@ from .. import gradients
 from ..clipper import ZClip
 from ..config import ZClipConfig
 from ..optimizer import ZClipOptimizer
-from ..telemetry import warn
+from ..telemetry import warn, warn_of_no_statistics
 
 
 class ZClipCallback(TrainerCallback, ExportableState):
@@ -83,14 +83,14 @@ class ZClipCallback(TrainerCallback, ExportableState):
             self.statistics = saved["attributes"]["statistics"]
             return
         if state.global_step and state.is_world_process_zero:
-            warn("the checkpoint holds no ZClip statistics: they start afresh, with a warm-up")
+            warn_of_no_statistics()
         self.zclip.reset()
 
     @torch.no_grad()
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         optimizer = kwargs["optimizer"]
         _unscale(optimizer)
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        parameters = gradients.held_by(optimizer)
         if self.zclip.clip(parameters, kwargs.get("model")).left_out:
             gradients.discard(parameters)
 

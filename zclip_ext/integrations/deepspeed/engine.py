@@ -11,18 +11,16 @@ from typing import Any
 import deepspeed
 import torch
 from deepspeed.utils import log_dist
-from packaging.version import Version
 
 from ...clipper import ZClip
 from ...config import ZClipConfig
-from ...telemetry import warn
+from ...distributed import CHECKED
+from ...telemetry import warn_of_no_statistics
 from . import paths, settings
 from .step import Step
 
 #: Where the statistics stand in the client state of a checkpoint.
 CLIENT_STATE = "zclip_ext"
-# The steps after which all ranks compare their statistics, bit for bit.
-_CHECKED = (1, 2, 10, 100)
 
 
 def install(engine: Any, config: ZClipConfig) -> None:
@@ -35,11 +33,9 @@ def install(engine: Any, config: ZClipConfig) -> None:
         _say("ZClip: the engine has no optimizer, so there is nothing to clip")
         return
     settings.check_engine(engine, deepspeed.__version__)
-    group = paths.group_of(engine)
-    zclip = ZClip(config, group=group, shared_by=paths.holders(engine))
-    step = Step(zclip, engine.optimizer, group)
-    checks_norms = Version(deepspeed.__version__) >= Version(settings.REFERENCE)
-    path = paths.install(engine, step, checks_norms=checks_norms)
+    zclip = ZClip(config, group=paths.group_of(engine), shared_by=paths.holders(engine))
+    step = Step(zclip, engine.optimizer)
+    path = paths.install(engine, step, checks_norms=settings.checks_norms(deepspeed.__version__))
     engine.zclip = zclip
     if not config.dry_run:
         settings.warn_of_limit(engine)
@@ -70,7 +66,7 @@ def _around_step(engine: Any, step: Step) -> None:
         _give_norm_back(engine)
         _close(engine, step)
         step.end()
-        if taken in _CHECKED:
+        if taken in CHECKED:
             step.zclip.check_consistency()
         if engine.monitor.enabled and engine.global_rank == 0:
             events = step.zclip.metrics().items()
@@ -131,7 +127,7 @@ def _around_load(engine: Any, zclip: ZClip) -> None:
             return path, client_state
         if saved is None:
             if engine.global_rank == 0:
-                warn("the checkpoint holds no ZClip statistics: they start afresh, with a warm-up")
+                warn_of_no_statistics()
             zclip.reset()
         else:
             zclip.load_state_dict(saved)

@@ -3,8 +3,6 @@
 All of them but two have ``unscale_and_clip_grads``, called once for each group or sub-group with the global norm, which
 divides by the loss scale and by ``max(1, (norm / loss_scale + 1e-6) / clip_grad)``. ZClip stands before it and, for the
 length of the call, hands it ``clip_grad`` and a norm of which that comes out as the decision.
-
-Each function installs ZClip on one engine and returns what the log calls the path.
 """
 
 from __future__ import annotations
@@ -39,6 +37,9 @@ def install(engine: Any, step: Step, *, checks_norms: bool) -> str:
 
     Args:
         checks_norms: this version of DeepSpeed tells a norm that isn't finite from others.
+
+    Returns:
+        What the log calls the path.
 
     Raises:
         ValueError: a kind of optimizer that is not known; names it.
@@ -181,23 +182,22 @@ def _take_over_fp32(engine: Any, step: Step) -> None:
 
     DeepSpeed's own norm leaves out all pipeline stages but the first, and takes the mean over the experts' ranks.
     """
-    original = engine.clip_fp32_gradients
+    original, group = engine.clip_fp32_gradients, group_of(engine)
     dry_run = step.zclip.config.dry_run
 
     def clip_fp32_gradients() -> None:
-        everyone = [p for group in engine.optimizer.param_groups for p in group["params"]]
-        if not dry_run and _has_overflown(engine, step.group):
+        parameters = gradients.held_by(engine.optimizer)
+        if not dry_run and _has_overflown(engine, group):
             engine.optimizer.overflow = True
         else:
-            counted = _counted(everyone, bwc_tensor_model_parallel_rank(engine.mpu) == 0)
+            counted, copies = _split(parameters, bwc_tensor_model_parallel_rank(engine.mpu) == 0)
             result = step.decide(lambda: step.zclip.clip(counted, None))
             engine._global_grad_norm = float(result) if bool(result.is_finite) else math.inf
-            known = set(map(id, counted))
-            step.scale_([p.grad for p in everyone if id(p) not in known and p.grad is not None])
+            step.scale_([p.grad for p in copies if p.grad is not None])
         if dry_run and engine.gradient_clipping() > 0.0:
             original()
         if engine.optimizer.overflow:
-            gradients.discard(everyone)
+            gradients.discard(parameters)
 
     engine.clip_fp32_gradients = clip_fp32_gradients
 
@@ -212,10 +212,20 @@ def _has_overflown(engine: Any, group: Any) -> bool:
     return bool(found.item() > 0)
 
 
-def _counted(parameters: list[Tensor], first_in_tensor_parallel: bool) -> list[Tensor]:
-    """Copies on other pipeline stages and other tensor-parallel ranks are counted once, where the first of them is."""
-    here = [p for p in parameters if not getattr(p, "ds_pipe_replicated", False)]
-    return here if first_in_tensor_parallel else [p for p in here if is_model_parallel_parameter(p)]
+def _split(parameters: list[Tensor], first_in_tensor_parallel: bool) -> tuple[list[Tensor], list[Tensor]]:
+    """Those that this rank counts, and copies of what another pipeline stage or tensor-parallel rank counts."""
+    counted: list[Tensor] = []
+    copies: list[Tensor] = []
+    for p in parameters:
+        is_copy = getattr(p, "ds_pipe_replicated", False)
+        counts = not is_copy and (first_in_tensor_parallel or is_model_parallel_parameter(p))
+        (counted if counts else copies).append(p)
+    return counted, copies
+
+
+def _data_parallel_group(engine: Any) -> Any:
+    """The ranks over which a parameter that is no expert's is copied."""
+    return getattr(engine, "seq_data_parallel_group", None) or engine.data_parallel_group
 
 
 def group_of(engine: Any) -> Any:
@@ -224,8 +234,7 @@ def group_of(engine: Any) -> Any:
     Raises:
         ValueError: it can't be known.
     """
-    data_parallel = getattr(engine, "seq_data_parallel_group", None) or engine.data_parallel_group
-    mpu = engine.mpu
+    data_parallel, mpu = _data_parallel_group(engine), engine.mpu
     parts = bwc_tensor_model_parallel_world_size(mpu) * bwc_pipeline_parallel_world_size(mpu)
     copies, everyone = dist.get_world_size(data_parallel), dist.get_world_size()
     if parts == 1:
@@ -241,8 +250,7 @@ def group_of(engine: Any) -> Any:
 
 def holders(engine: Any) -> Callable[[Tensor], Any]:
     """Over which ranks a parameter is copied: the data-parallel ones, for an expert those that hold the same expert."""
-
-    data_parallel = getattr(engine, "seq_data_parallel_group", None) or engine.data_parallel_group
+    data_parallel = _data_parallel_group(engine)
 
     def shared_by(parameter: Tensor) -> Any:
         if is_moe_param(parameter):

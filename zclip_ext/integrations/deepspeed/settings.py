@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch.distributed as dist
 from packaging.version import Version
 
 from ...config import ZClipConfig
+from ...distributed import is_first
 from ...optimizer import ZClipOptimizer
 from ...telemetry import warn
 
@@ -59,11 +59,6 @@ def is_on(written: Mapping[str, Any]) -> bool:
         return True
 
 
-def is_first() -> bool:
-    """Whether this rank speaks for all."""
-    return not dist.is_available() or not dist.is_initialized() or dist.get_rank() == 0
-
-
 def parse(block: Any) -> ZClipConfig | None:
     """The options of a ``zclip`` block; None where it says ``"enabled": false``.
 
@@ -86,6 +81,11 @@ def parse(block: Any) -> ZClipConfig | None:
     return config if enabled else None
 
 
+def checks_norms(version: str) -> bool:
+    """Whether a version of DeepSpeed tells a norm that isn't finite from others."""
+    return Version(version) >= Version(REFERENCE)
+
+
 def check_version(version: str) -> None:
     """Raises RuntimeError where DeepSpeed is too old; warns where its own check of the norm is wrong."""
     if Version(version) < Version(OLDEST):
@@ -93,7 +93,7 @@ def check_version(version: str) -> None:
             f"deepspeed: got version {version}, ZClip needs {OLDEST} or later: the places where it reads the norm and "
             "scales the gradients were never tried on older ones"
         )
-    if Version(version) < Version(REFERENCE) and is_first():
+    if not checks_norms(version) and is_first():
         warn(
             f"DeepSpeed {version} takes a gradient norm that isn't finite for 1.0; ZClip looks at the norms of all "
             f"groups itself and leaves such steps out. From {REFERENCE} on DeepSpeed does so, too"
@@ -120,7 +120,7 @@ def check_engine(engine: Any, version: str) -> None:
     """
     zero, fp16 = engine.zero_optimization(), engine.fp16_enabled()
     optimizer, basic = type(engine.optimizer).__name__, type(engine.basic_optimizer).__name__
-    of_experts = ("FP16_UnfusedOptimizer", *(("FP16_Optimizer",) if Version(version) < Version(REFERENCE) else ()))
+    of_experts = ("FP16_UnfusedOptimizer",) if checks_norms(version) else ("FP16_UnfusedOptimizer", "FP16_Optimizer")
     problem = None
     if fp16 and not zero:
         problem = (
@@ -131,7 +131,7 @@ def check_engine(engine: Any, version: str) -> None:
         problem = (
             '"compute_grad_norm": false, since it leaves out the gradient norm that a step is judged by. Remove it'
         )
-    elif _says(engine, "super_offload"):
+    elif getattr(engine, "super_offload", lambda: False)():
         problem = (
             "SuperOffload steps while the backward goes on, before the gradient norm is known. Use "
             '"offload_optimizer": {"device": "cpu"} without "super_offload"'
@@ -178,7 +178,3 @@ def warn_of_limit(engine: Any) -> None:
             f'fixed limit on top write "{KEY}": {{"max_grad_norm": {limit:g}}}; else leave it out, or set it to 0 '
             "(Transformers writes it from max_grad_norm of TrainingArguments)"
         )
-
-
-def _says(engine: Any, name: str) -> bool:
-    return bool(getattr(engine, name, lambda: False)())

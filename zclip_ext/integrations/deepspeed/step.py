@@ -8,9 +8,9 @@ from typing import Any
 
 from ... import ops
 from ...clipper import ZClip
+from ...distributed import is_first
 from ...result import ClipResult
 from ...telemetry import NonFiniteGradientError, warn
-from . import settings
 
 
 class Step:
@@ -19,13 +19,11 @@ class Step:
     Args:
         zclip: judges it.
         optimizer: the engine's, whose ``overflow`` tells the engine that a step was left out.
-        group: all ranks that train the model; None: all there are.
     """
 
-    def __init__(self, zclip: ZClip, optimizer: Any, group: Any) -> None:
+    def __init__(self, zclip: ZClip, optimizer: Any) -> None:
         self.zclip = zclip
         self.optimizer = optimizer
-        self.group = group
         self._has_warned = False
         self.begin()
 
@@ -75,7 +73,7 @@ class Step:
 
     def warn_of_no_question(self, version: str) -> None:
         """A seam that a version of DeepSpeed doesn't use."""
-        if not self._has_warned and settings.is_first():
+        if not self._has_warned and is_first():
             self._has_warned = True
             warn(f"DeepSpeed {version} took a step without asking for a clip: ZClip doesn't work in this engine")
 
