@@ -17,8 +17,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+import demo
 import torch
-import train_pytorch as demo
 from composer import Trainer
 from composer.core import Callback, State
 from composer.loggers import Logger
@@ -90,24 +90,15 @@ class Progress(Callback):
         return {"settings": self.settings}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        for name, value in self.settings.items():
-            had = state["settings"].get(name)
-            if had != value:
-                raise demo.SettingError(
-                    f"{name}: got {value}, but the checkpoint has {had}; give the same, or leave out --resume"
-                )
+        demo.check_settings(self.settings, state["settings"], "the checkpoint", instead="leave out --resume")
 
 
 def train(args: argparse.Namespace) -> None:
     """Trains up to ``--steps``; rank 0 prints."""
     world = dist.get_world_size()
-    if args.batch % world:
-        raise demo.SettingError(f"--batch: got {args.batch}, which can't be shared out evenly to {world} ranks")
-    data = StdlibText(
-        batch=args.batch, length=args.length, bad_share=args.bad_share, bad_after=demo.BAD_AFTER, seed=args.seed
-    )
-    settings = {name: getattr(args, name.strip("-").replace("-", "_")) for name in SETTINGS}
-    settings |= {"the data, Python's standard library": data.fingerprint, "the model": demo.MODEL}
+    demo.check_shares(args.batch, world)
+    data = demo.text_of(args)
+    settings = demo.settings_of(args, SETTINGS, data)
     dist.initialize_dist("gpu" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(args.seed)
     model, windows = Llama(args.length), Windows(data, args.steps)
@@ -126,14 +117,11 @@ def train(args: argparse.Namespace) -> None:
         save_overwrite=True,
         load_path=None if args.resume is None else str(latest(args.resume)),
     )
-    if trainer.state.timestamp.batch > args.steps:
-        raise demo.SettingError(
-            f"--steps: got {args.steps}, but {args.resume} is at step {trainer.state.timestamp.batch.value} already"
-        )
+    demo.check_steps(args.steps, trainer.state.timestamp.batch.value, args.resume)
     trainer.fit()
     trainer.close()
     if dist.get_global_rank() == 0:
-        print("zclip:", ", ".join(f"{name} {value:.4g}" for name, value in zclip.zclip.metrics().items()))
+        demo.print_metrics(zclip.zclip)
 
 
 def latest(folder: Path) -> Path:
@@ -144,10 +132,7 @@ def latest(folder: Path) -> Path:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    first, *_, last = (__doc__ or "").strip().split("\n\n")
-    parser = argparse.ArgumentParser(
-        description=first, epilog=last, formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False
-    )
+    parser = demo.new_parser(__doc__)
     add = parser.add_argument
     add("--steps", type=demo.whole(1, 10**9), default=100, help="in all; more than before goes on with --resume")
     add("--lr", type=demo.real(0, 10), default=3e-3, help="of AdamW")
@@ -175,10 +160,7 @@ def main() -> None:
         os.environ.setdefault("NODE_RANK", os.environ.get("GROUP_RANK", "0"))
     parser = build_parser()
     args = parser.parse_args()
-    try:
-        train(args)
-    except demo.SettingError as error:
-        parser.error(str(error))
+    demo.run(parser, args, train)
 
 
 if __name__ == "__main__":

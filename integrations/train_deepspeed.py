@@ -21,10 +21,9 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed
+import demo
 import torch
 import torch.distributed as dist
-import train_pytorch as demo
-from stdlib_text import StdlibText
 from torch import Tensor
 
 import zclip_ext.integrations.deepspeed  # noqa: F401
@@ -91,11 +90,8 @@ def train_step(engine: Any, tokens: Tensor) -> float:
 def train(args: argparse.Namespace) -> None:
     """Trains up to ``--steps``; rank 0 prints."""
     config = read_config(args, int(os.environ.get("WORLD_SIZE", 1)))
-    shape = {"batch": config["train_batch_size"], "length": args.length}
-    data = StdlibText(**shape, bad_share=args.bad_share, bad_after=demo.BAD_AFTER, seed=args.seed)
-    settings = {name: getattr(args, name.strip("-").replace("-", "_")) for name in SETTINGS}
-    settings |= {"--batch": data.batch, "the data, Python's standard library": data.fingerprint}
-    settings |= {"the model": demo.MODEL}
+    data = demo.text_of(args, config["train_batch_size"])
+    settings = {"--batch": data.batch, **demo.settings_of(args, SETTINGS, data)}
     join_ranks()
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(args.seed)
@@ -120,7 +116,7 @@ def train(args: argparse.Namespace) -> None:
             engine.save_checkpoint(str(args.save), tag=f"step-{step + 1}", client_state={"settings": settings})
 
     if rank == 0:
-        print("zclip:", ", ".join(f"{name} {value:.4g}" for name, value in engine.zclip.metrics().items()))
+        demo.print_metrics(engine.zclip)
     dist.barrier()  # a rank that leaves while others still talk to it ends by an abort now and then
     dist.destroy_process_group()
     time.sleep(0.5)  # and so does one while a thread of gloo, which DeepSpeed keeps, still lets go of its tensors
@@ -131,20 +127,13 @@ def load(args: argparse.Namespace, engine: Any, settings: dict[str, Any]) -> int
     path, client_state = engine.load_checkpoint(str(args.resume))
     if path is None:
         raise demo.SettingError(f"--resume: no DeepSpeed checkpoint in {args.resume}")
-    for name, value in settings.items():
-        had = client_state.get("settings", {}).get(name)
-        if had != value:
-            raise demo.SettingError(f"{name}: got {value}, but {path} has {had}; give the same, or leave out --resume")
-    if engine.global_steps > args.steps:
-        raise demo.SettingError(f"--steps: got {args.steps}, but {path} is at step {engine.global_steps} already")
+    demo.check_settings(settings, client_state.get("settings", {}), path, instead="leave out --resume")
+    demo.check_steps(args.steps, engine.global_steps, path)
     return int(engine.global_steps)
 
 
 def build_parser() -> argparse.ArgumentParser:
-    first, *_, last = (__doc__ or "").strip().split("\n\n")
-    parser = argparse.ArgumentParser(
-        description=first, epilog=last, formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False
-    )
+    parser = demo.new_parser(__doc__)
     add = parser.add_argument
     add("--deepspeed_config", type=Path, default=CONFIG, help="JSON with a zclip block")
     add("--stage", type=demo.whole(0, 3), default=argparse.SUPPRESS, help="of ZeRO, in place of the config's")
@@ -177,10 +166,7 @@ def main() -> None:
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     parser = build_parser()
     args = parser.parse_args()
-    try:
-        train(args)
-    except demo.SettingError as error:
-        parser.error(str(error))
+    demo.run(parser, args, train)
 
 
 if __name__ == "__main__":

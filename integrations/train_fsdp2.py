@@ -19,11 +19,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import demo
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import train_pytorch as demo
-from stdlib_text import StdlibText
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
@@ -70,12 +69,9 @@ def train_step(model: nn.Module, optimizer: ZClipOptimizer, tokens: Tensor) -> f
 def train(args: argparse.Namespace) -> None:
     """Trains up to ``--steps``; rank 0 writes the log."""
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if args.batch % world:
-        raise demo.SettingError(f"--batch: got {args.batch}, which can't be shared out evenly to {world} ranks")
-    shape = {"batch": args.batch, "length": args.length}
-    data = StdlibText(**shape, bad_share=args.bad_share, bad_after=demo.BAD_AFTER, seed=args.seed)
-    settings = {name: getattr(args, name.strip("-").replace("-", "_")) for name in SETTINGS}
-    settings |= {"the data, Python's standard library": data.fingerprint, "the model": demo.MODEL}
+    demo.check_shares(args.batch, world)
+    data = demo.text_of(args)
+    settings = demo.settings_of(args, SETTINGS, data)
     start = saved_step(args, settings) if args.resume else 0
     log = None
     if rank == 0:
@@ -106,7 +102,7 @@ def train(args: argparse.Namespace) -> None:
 
     optimizer.zclip.check_consistency()  # all ranks must call it
     if log is not None:
-        print("zclip:", ", ".join(f"{name} {value:.4g}" for name, value in optimizer.zclip.metrics().items()))
+        demo.print_metrics(optimizer.zclip)
     dist.barrier()  # a rank that leaves while others still talk to it ends by an abort now and then
     dist.destroy_process_group()
 
@@ -139,16 +135,12 @@ def saved_step(args: argparse.Namespace, settings: dict[str, Any]) -> int:
         return 0
     saved = json.loads(path.read_text(encoding="utf-8"))
     demo.check_settings(settings, saved["settings"], path)
-    if saved["step"] > args.steps:
-        raise demo.SettingError(f"--steps: got {args.steps}, but {path} is at step {saved['step']} already")
+    demo.check_steps(args.steps, saved["step"], path)
     return int(saved["step"])
 
 
 def build_parser() -> argparse.ArgumentParser:
-    first, *_, last = (__doc__ or "").strip().split("\n\n")
-    parser = argparse.ArgumentParser(
-        description=first, epilog=last, formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False
-    )
+    parser = demo.new_parser(__doc__)
     add = parser.add_argument
     add("--steps", type=demo.whole(1, 10**9), default=100, help="in all; more than before goes on with --resume")
     add("--lr", type=demo.real(0, 10), default=3e-3, help=f"of AdamW, after {demo.WARMUP_STEPS} steps of warm-up")
@@ -172,14 +164,8 @@ def main() -> None:
     args = parser.parse_args()
     if "RANK" not in os.environ:
         parser.error(f"no other ranks: start it by torchrun --nproc-per-node 2 {sys.argv[0]}")
-    try:
-        args.out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        parser.error(f"argument --out: {error}")
-    try:
-        train(args)
-    except demo.SettingError as error:
-        parser.error(str(error))
+    demo.make_folder(parser, args.out)
+    demo.run(parser, args, train)
 
 
 if __name__ == "__main__":

@@ -17,10 +17,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import demo
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-import train_pytorch as demo
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from stdlib_text import StdlibText
@@ -74,12 +74,9 @@ class Llama(pl.LightningModule):
 
 def train(args: argparse.Namespace) -> None:
     """Trains up to ``--steps``, and leaves a checkpoint."""
-    if args.batch % args.devices:
-        raise demo.SettingError(f"--batch: got {args.batch}, which can't be shared out evenly to {args.devices} ranks")
-    shape = {"batch": args.batch, "length": args.length}
-    data = StdlibText(**shape, bad_share=args.bad_share, bad_after=demo.BAD_AFTER, seed=args.seed)
-    settings = {name: getattr(args, name.strip("-").replace("-", "_")) for name in SETTINGS}
-    settings |= {"the data, Python's standard library": data.fingerprint, "the model": demo.MODEL}
+    demo.check_shares(args.batch, args.devices)
+    data = demo.text_of(args)
+    settings = demo.settings_of(args, SETTINGS, data)
     checkpoint = args.out / "last.ckpt"
     resumed = checkpoint if args.resume and checkpoint.exists() else None
     if resumed is not None:
@@ -102,7 +99,7 @@ def train(args: argparse.Namespace) -> None:
     trainer.fit(Llama(data, args, settings), ckpt_path=resumed)
     trainer.save_checkpoint(checkpoint)
     if trainer.is_global_zero:
-        print("zclip:", ", ".join(f"{name} {value:.4g}" for name, value in zclip.zclips[0].metrics().items()))
+        demo.print_metrics(zclip.zclips[0])
     if dist.is_initialized():
         dist.barrier()  # a rank that leaves while others still talk to it ends by an abort now and then
         dist.destroy_process_group()
@@ -112,15 +109,11 @@ def check(checkpoint: Path, steps: int, settings: dict[str, Any]) -> None:
     """Raises SettingError where a run can't go on from a checkpoint."""
     saved = torch.load(checkpoint, map_location="cpu", weights_only=True)
     demo.check_settings(settings, saved["hyper_parameters"]["settings"], checkpoint)
-    if saved["global_step"] > steps:
-        raise demo.SettingError(f"--steps: got {steps}, but {checkpoint} is at step {saved['global_step']} already")
+    demo.check_steps(steps, saved["global_step"], checkpoint)
 
 
 def build_parser() -> argparse.ArgumentParser:
-    first, *_, last = (__doc__ or "").strip().split("\n\n")
-    parser = argparse.ArgumentParser(
-        description=first, epilog=last, formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False
-    )
+    parser = demo.new_parser(__doc__)
     add = parser.add_argument
     add("--steps", type=demo.whole(1, 10**9), default=100, help="in all; more than before goes on with --resume")
     add("--lr", type=demo.real(0, 10), default=3e-3, help=f"of AdamW, after {demo.WARMUP_STEPS} steps of warm-up")
@@ -144,14 +137,8 @@ def main() -> None:
         torch.set_num_threads(1)  # so that the bits don't hang on the number of cores
     parser = build_parser()
     args = parser.parse_args()
-    try:
-        args.out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        parser.error(f"argument --out: {error}")
-    try:
-        train(args)
-    except demo.SettingError as error:
-        parser.error(str(error))
+    demo.make_folder(parser, args.out)
+    demo.run(parser, args, train)
 
 
 if __name__ == "__main__":

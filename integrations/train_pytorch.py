@@ -11,17 +11,15 @@ Needs `pip install "zclip-ext[demo]"`.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import json
 import math
 import shlex
 import signal
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TextIO, TypeVar
+from typing import Any
 
+import demo
 import torch
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -34,12 +32,9 @@ from torch.optim.lr_scheduler import LambdaLR
 from zclip_ext import ZClip, ZClipOptimizer
 from zclip_ext.plot import plot_runs, read_log
 
-MODEL: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 320, "num_hidden_layers": 3, "num_attention_heads": 4}
 CAP = 1.0
 # The limit on the norm that is the same at all steps, by method.
 CAPS = {"none": math.inf, "fixed": CAP, "zclip": math.inf, "zclip-cap": CAP}
-WARMUP_STEPS = 50  # of the learning rate, constant from there on: so a run can be made longer later
-BAD_AFTER = 50
 HELD_OUT_BATCHES = 16
 LAST_BATCHES = 50
 NOTE = "loss {loss:.2f}  norm {grad_norm:.2f}  z {z_score:+.1f}"
@@ -53,7 +48,7 @@ class Run:
     def __init__(self, method: str, args: argparse.Namespace) -> None:
         torch.manual_seed(args.seed)
         self.method, self.step, self.seconds = method, 0, 0.0
-        self.model = build_model(args.length).to(args.device)
+        self.model = demo.build_model(args.length).to(args.device)
         self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(self.model.parameters(), lr=args.lr)
         self.observer: ZClip | None = None
         if method == "zclip":
@@ -63,7 +58,7 @@ class Run:
         else:
             # Touches no gradient: it counts the spikes that this run meets, by the same rule.
             self.observer = ZClip(z_thresh=args.z_thresh, dry_run=True)
-        self.scheduler = LambdaLR(self.optimizer, lambda step: min(1, (step + 1) / WARMUP_STEPS))
+        self.scheduler = LambdaLR(self.optimizer, lambda step: min(1, (step + 1) / demo.WARMUP_STEPS))
 
     def train_step(self, tokens: Tensor) -> float:
         """One step on int64 tokens of shape (batch, length). Returns the loss in nats per byte."""
@@ -117,17 +112,13 @@ class Run:
     def load(self, path: Path, settings: dict[str, Any]) -> None:
         """Takes back what :meth:`save` wrote; a run goes on from there to the bits that it would have come to."""
         saved = torch.load(path, map_location="cpu", weights_only=True)
-        check_settings(settings, saved["settings"], path)
+        demo.check_settings(settings, saved["settings"], path)
         self.model.load_state_dict(saved["model"])
         self.optimizer.load_state_dict(saved["optimizer"])
         self.scheduler.load_state_dict(saved["scheduler"])
         if self.observer is not None:
             self.observer.load_state_dict(saved["observer"])
         self.step, self.seconds = saved["step"], saved["seconds"]
-
-
-class SettingError(ValueError):
-    """Arguments that don't go together with what is there."""
 
 
 class Interrupt:
@@ -148,57 +139,26 @@ class Interrupt:
         self.asked = True
 
 
-def build_model(length: int) -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM  # takes seconds, which --help can do without
-
-    return LlamaForCausalLM(LlamaConfig(vocab_size=256, max_position_embeddings=length, use_cache=False, **MODEL))
-
-
 def train(run: Run, data: StdlibText, args: argparse.Namespace, progress: Progress, interrupt: Interrupt) -> None:
     """Trains up to ``--steps`` or until interrupted, with a row of the log a step, and a checkpoint at the end."""
     checkpoint, log_path = args.out / f"{run.method}.pt", args.out / f"{run.method}.jsonl"
     if checkpoint.exists():
         run.load(checkpoint, args.settings)
-        if run.step > args.steps:
-            raise SettingError(f"--steps: got {args.steps}, but {checkpoint} is at step {run.step} already")
+        demo.check_steps(args.steps, run.step, checkpoint)
     start = run.step
     bar = progress.add_task(run.method, total=args.steps, completed=start, note="")
-    with open_log(log_path, start) as log:
+    with demo.open_log(log_path, start) as log:
         while run.step < args.steps and not interrupt.asked:
             began = time.perf_counter()
             tokens, bad = data.train_batch(run.step)
             row = {"step": run.step, "bad": bad, "loss": run.train_step(tokens.to(args.device)), **run.clipping()}
-            log.write(log_line(row))
+            log.write(demo.log_line(row))
             run.seconds += time.perf_counter() - began
             progress.update(bar, completed=run.step, note=NOTE.format_map(row))
             if run.step % args.checkpoint_every == 0:
                 run.save(checkpoint, args.settings)
     if run.step > start:
         run.save(checkpoint, args.settings)
-
-
-def check_settings(settings: dict[str, Any], saved: dict[str, Any], path: Path) -> None:
-    """A run goes on only with the settings that it was saved with at ``path``."""
-    for name, value in settings.items():
-        had = saved.get(name)
-        if had != value:
-            raise SettingError(f"{name}: got {value}, but {path} has {had}; give the same, or another --out")
-
-
-def log_line(row: dict[str, Any]) -> str:
-    """A row of the log as strict JSON, which has no inf and no NaN: null."""
-    strict = {name: value if math.isfinite(value) else None for name, value in row.items()}
-    return json.dumps(strict, allow_nan=False) + "\n"
-
-
-def open_log(path: Path, step: int) -> TextIO:
-    """The log, cut back to its first ``step`` rows: those that a checkpoint knows of."""
-    with path.open("rb+" if step else "wb+") as file:
-        for _ in range(step):
-            if not file.readline().endswith(b"\n"):
-                raise SettingError(f"--resume: {path} has fewer rows than the {step} steps of its checkpoint")
-        file.truncate(file.tell())
-    return path.open("a", buffering=1, encoding="utf-8")  # whole rows, for who follows it
 
 
 def counts(rows: list[dict[str, Any]]) -> list[int]:
@@ -237,9 +197,8 @@ def report(runs: list[tuple[Run, float]], out: Path, console: Console) -> None:
 
 def compare(args: argparse.Namespace, console: Console) -> int:
     """Trains with each method and reports, also on what is there when Ctrl-C ends it early. Returns the exit code."""
-    shape = {"batch": args.batch, "length": args.length}
-    data = StdlibText(**shape, bad_share=args.bad_share, bad_after=BAD_AFTER, seed=args.seed)
-    args.settings |= {"the data, Python's standard library": data.fingerprint, "the model": MODEL}
+    data = demo.text_of(args)
+    args.settings = demo.settings_of(args, SETTINGS, data)
     methods = list(CAPS) if args.method == "all" else [args.method]
     if not args.resume:
         for method in methods:
@@ -264,31 +223,6 @@ def compare(args: argparse.Namespace, console: Console) -> int:
     return 130
 
 
-Value = TypeVar("Value", int, float)
-
-
-def checked(kind: Callable[[str], Value], fits: Callable[[Value], bool], allowed: str) -> Callable[[str], Value]:
-    """A type of argument, with an error that says what is allowed."""
-
-    def parse(text: str) -> Value:
-        with contextlib.suppress(ValueError):
-            value = kind(text)
-            if fits(value):
-                return value
-        raise argparse.ArgumentTypeError(f"got {text!r}, allowed is {allowed}")
-
-    return parse
-
-
-def whole(low: int, high: int) -> Callable[[str], int]:
-    return checked(int, lambda value: low <= value <= high, f"a whole number from {low} to {high}")
-
-
-def real(low: float, high: float, *, include_low: bool = False) -> Callable[[str], float]:
-    allowed = f"a number in {'[' if include_low else '('}{low:g}, {high:g})"
-    return checked(float, lambda value: low < value < high or (include_low and value == low), allowed)
-
-
 def device(text: str) -> torch.device:
     try:
         return torch.empty(0, device=text).device
@@ -297,23 +231,25 @@ def device(text: str) -> torch.device:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    first, *_, last = (__doc__ or "").strip().split("\n\n")
-    parser = argparse.ArgumentParser(
-        description=first, epilog=last, formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False
-    )
+    parser = demo.new_parser(__doc__)
     add = parser.add_argument
     methods = "none, clip_grad_norm_ to 1, ZClip, ZClip that also limits the norm to 1, or all four one after another"
     add("--method", choices=[*CAPS, "all"], default="all", help=methods)
-    add("--steps", type=whole(1, 10**9), default=360, help="of each run; more than before goes on with --resume")
-    add("--lr", type=real(0, 10), default=3e-3, help=f"of AdamW, after {WARMUP_STEPS} steps of warm-up")
-    add("--batch", type=whole(1, 4096), default=8, help="windows of text in a step")
-    add("--length", type=whole(2, 4096), default=128, help="bytes in a window")
-    add("--bad-share", type=real(0, 1, include_low=True), default=0.05, help="of steps that train on byte code instead")
-    add("--z-thresh", type=real(0, 1e6), default=2.5, help="z-score above which a gradient norm is a spike")
-    add("--seed", type=whole(0, 2**31 - 1), default=0, help="of the model and the data")
+    add("--steps", type=demo.whole(1, 10**9), default=360, help="of each run; more than before goes on with --resume")
+    add("--lr", type=demo.real(0, 10), default=3e-3, help=f"of AdamW, after {demo.WARMUP_STEPS} steps of warm-up")
+    add("--batch", type=demo.whole(1, 4096), default=8, help="windows of text in a step")
+    add("--length", type=demo.whole(2, 4096), default=128, help="bytes in a window")
+    add(
+        "--bad-share",
+        type=demo.real(0, 1, include_low=True),
+        default=0.05,
+        help="of steps that train on byte code instead",
+    )
+    add("--z-thresh", type=demo.real(0, 1e6), default=2.5, help="z-score above which a gradient norm is a spike")
+    add("--seed", type=demo.whole(0, 2**31 - 1), default=0, help="of the model and the data")
     add("--device", type=device, default="cpu", help="such as cpu or cuda")
     add("--out", type=Path, default=Path("runs/demo"), help="folder of logs, checkpoints and picture; written over")
-    add("--checkpoint-every", type=whole(1, 10**9), default=100, help="steps")
+    add("--checkpoint-every", type=demo.whole(1, 10**9), default=100, help="steps")
     add("--resume", action="store_true", help="go on from the checkpoints in --out; what is done is not run again")
     return parser
 
@@ -324,15 +260,11 @@ def main() -> int:
     torch.set_num_threads(1)
     parser = build_parser()
     args = parser.parse_args()
-    args.settings = {name: getattr(args, name.strip("-").replace("-", "_")) for name in SETTINGS}
     console = Console()
-    try:
-        args.out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        parser.error(f"argument --out: {error}")
+    demo.make_folder(parser, args.out)
     try:
         return compare(args, console)
-    except SettingError as error:
+    except demo.SettingError as error:
         parser.error(str(error))
     except KeyboardInterrupt:
         console.print("stopped")

@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import demo
 import torch
-import train_pytorch as demo
 from stdlib_text import StdlibText
 from torch import Tensor
 from torch.utils.data import IterableDataset
@@ -48,8 +48,7 @@ def train(args: argparse.Namespace) -> None:
                 values = "  ".join(f"{name.removeprefix('zclip/')} {float(logs[name]):.3f}" for name in SHOWN)
                 print(f"step {state.global_step}  {values}", flush=True)
 
-    shape = {"batch": args.batch, "length": args.length}
-    data = StdlibText(**shape, bad_share=args.bad_share, bad_after=demo.BAD_AFTER, seed=args.seed)
+    data = demo.text_of(args)
     settings = TrainingArguments(
         output_dir=str(args.out),
         max_steps=args.steps,
@@ -74,14 +73,11 @@ def train(args: argparse.Namespace) -> None:
     callback = ZClipCallback.add_to(trainer, z_thresh=args.z_thresh)  # first, so that others see its metrics
     trainer.train(resume_from_checkpoint=args.resume)
     if trainer.is_world_process_zero():
-        print("zclip:", ", ".join(f"{name} {value:.4g}" for name, value in callback.zclip.metrics().items()))
+        demo.print_metrics(callback.zclip)
 
 
 def build_parser() -> argparse.ArgumentParser:
-    first, *_, last = (__doc__ or "").strip().split("\n\n")
-    parser = argparse.ArgumentParser(
-        description=first, epilog=last, formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False
-    )
+    parser = demo.new_parser(__doc__)
     add = parser.add_argument
     add("--out", type=Path, default=Path("runs/trainer"), help="folder for checkpoints")
     add("--resume", action="store_true", help="go on from the last checkpoint in --out")
