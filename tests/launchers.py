@@ -41,8 +41,13 @@ def free_port():
         return listener.getsockname()[1]
 
 
+def reports(result):
+    """What processes reported, whether they ended well or not."""
+    # Ranks share the pipe: the ends of lines may come late.
+    return [json.JSONDecoder().raw_decode(report)[0] for report in result.stdout.split("SEEN ")[1:]]
+
+
 def seen_by(result):
     """What each process reported."""
     assert result.returncode == 0, result.stdout + result.stderr
-    # Ranks share the pipe: the ends of lines may come late.
-    return [json.JSONDecoder().raw_decode(report)[0] for report in result.stdout.split("SEEN ")[1:]]
+    return reports(result)

@@ -1,17 +1,15 @@
 """The Lightning adapter in the real Trainer. Run as a script it is one rank of `test_many_ranks`."""
 
-import contextlib
 import importlib
 import json
 import logging
 import math
 import os
-import signal
-import subprocess
 import sys
 import types
 import warnings
 
+import launchers
 import lightning.pytorch as pl
 import pytest
 import torch
@@ -575,24 +573,9 @@ def ranks_main(folder):
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory):
     """What two ranks saw, by strategy."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__]
-    process = subprocess.Popen(
-        [*command, str(tmp_path_factory.mktemp("ranks"))],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"},
-        start_new_session=True,
-    )
-    try:
-        output, errors = process.communicate(timeout=150)
-    except subprocess.TimeoutExpired:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # the ranks as well
-        raise
-    # Ranks share the pipe: the ends of lines may come late.
-    reports = [json.JSONDecoder().raw_decode(report)[0] for report in output.split("SEEN ")[1:]]
-    return {(name, rank): report for name, rank, *report in reports}, errors
+    folder = tmp_path_factory.mktemp("ranks")
+    ended = launchers.run(*launchers.TORCHRUN, __file__, folder, folder=folder, timeout=150)
+    return {(name, rank): report for name, rank, *report in launchers.reports(ended)}, ended.stderr
 
 
 @pytest.mark.parametrize(

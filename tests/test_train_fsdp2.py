@@ -1,14 +1,11 @@
 """The FSDP2 example as a newcomer runs it: torchrun on two ranks, --resume on the same and another number of them."""
 
-import os
 import shutil
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from launchers import TORCHRUN, run
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from zclip_ext.plot import read_log
@@ -20,22 +17,10 @@ STEPS, CUT = 34, 29  # past the warm-up of the statistics, so that the last step
 
 def trained(out, world, *arguments):
     """What torchrun printed."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
-    process = subprocess.Popen(
-        [*command, str(SCRIPT), "--out", str(out), *SMALL, *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        start_new_session=True,
-    )
-    try:
-        output, errors = process.communicate(timeout=120)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)  # the ranks as well
-        raise
-    assert process.returncode == 0, errors
-    return output
+    command = [*TORCHRUN[:-1], world, SCRIPT, "--out", out, *SMALL, *arguments]
+    result = run(*command, folder=out.parent, timeout=120)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
 
 
 def states(out):
@@ -118,13 +103,7 @@ def test_the_number_of_ranks_does_not_matter(straight, tmp_path):
 
 def alone(*arguments, **environment):
     """One rank without torchrun: enough for what is refused before ranks meet."""
-    return subprocess.run(
-        [sys.executable, str(SCRIPT), *arguments],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    return run(SCRIPT, *arguments, folder=SCRIPT.parent, timeout=60, **environment)
 
 
 def test_a_checkpoint_of_other_settings_is_refused(straight):

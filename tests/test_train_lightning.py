@@ -2,13 +2,11 @@
 
 import csv
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from launchers import run, seen_by
 
 from zclip_ext.plot import read_log
 
@@ -33,19 +31,9 @@ for arguments in json.loads(sys.argv[1]):
 """
 
 
-def run(script, *arguments):
-    return subprocess.run(
-        [sys.executable, str(script), *map(str, arguments)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-
-
 def trained(out, *arguments):
     """What was logged, by step, and what was printed."""
-    result = run(SCRIPT, "--out", out, *SMALL, *arguments)
+    result = run(SCRIPT, "--out", out, *SMALL, *arguments, folder=out.parent, timeout=120)
     assert result.returncode == 0, result.stderr
     newest = max((out / "log").glob("version_*"), key=lambda folder: int(folder.name.split("_")[1]))
     with (newest / "metrics.csv").open(newline="") as file:
@@ -80,7 +68,9 @@ def test_a_run_logs_and_reports(straight):
 
 
 def test_the_norms_are_those_of_the_demo_without_lightning(straight, tmp_path):
-    result = run(SCRIPT.with_name("train_pytorch.py"), "--method", "zclip", "--steps", STEPS, "--out", tmp_path, *SMALL)
+    script = SCRIPT.with_name("train_pytorch.py")
+    arguments = ["--method", "zclip", "--steps", STEPS, "--out", tmp_path, *SMALL]
+    result = run(script, *arguments, folder=tmp_path, timeout=120)
     assert result.returncode == 0, result.stderr
     for row, wanted in zip(straight[1].values(), read_log(tmp_path / "zclip.jsonl"), strict=True):
         for name in ("grad_norm", "clipped_norm", "z_score", "scale"):
@@ -117,9 +107,7 @@ def test_what_does_not_go_together_is_named(straight, tmp_path):
         (["--steps", "0"], 2, "argument --steps: got '0', allowed is a whole number"),
         (["--help"], 0, "--resume"),
     ]
-    result = run("-c", MANY, json.dumps([arguments for arguments, *_ in cases]))
-    assert result.returncode == 0, result.stderr
-    seen = [json.loads(line.removeprefix("SEEN ")) for line in result.stdout.splitlines() if line.startswith("SEEN ")]
+    seen = seen_by(run("-c", MANY, json.dumps([arguments for arguments, *_ in cases]), folder=tmp_path, timeout=120))
     for (arguments, code, message), (exit_code, printed) in zip(cases, seen, strict=True):
         assert (exit_code or 0) == code, arguments
         assert message in printed, arguments

@@ -2,9 +2,9 @@
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
+
+from launchers import run
 
 SCRIPT = Path(__file__).resolve().parent.parent / "integrations" / "train_transformers.py"
 SMALL = ["--batch", "2", "--length", "16", "--print-every", "1"]
@@ -12,12 +12,7 @@ STEPS, CUT = 32, 28  # past the warm-up of the statistics
 
 
 def trained(out, *arguments):
-    ended = subprocess.run(
-        [sys.executable, str(SCRIPT), "--out", str(out), *SMALL, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    ended = run(SCRIPT, "--out", out, *SMALL, *arguments, folder=out.parent, timeout=120)
     assert ended.returncode == 0, ended.stderr[-3000:]
     return [line for line in ended.stdout.splitlines() if line.startswith(("step ", "zclip:"))]
 
@@ -43,8 +38,6 @@ def test_help_and_a_missing_checkpoint(tmp_path):
         (["--help"], 0, "--z-thresh"),
         (["--resume", "--out", tmp_path], 2, "no checkpoint in"),
     ):
-        ended = subprocess.run(
-            [sys.executable, str(SCRIPT), *map(str, arguments)], capture_output=True, text=True, timeout=60
-        )
+        ended = run(SCRIPT, *arguments, folder=tmp_path, timeout=60)
         assert ended.returncode == code
         assert words in ended.stdout + ended.stderr

@@ -5,7 +5,6 @@ import importlib.util
 import json
 import math
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -28,17 +27,14 @@ from torch.utils.data import DataLoader, TensorDataset
 import zclip_ext
 from zclip_ext.integrations.composer import ZClip
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from launchers import free_port, run
+
 STEPS, BATCH = 40, 8
 WARMUP = 15
 SPIKE = 30
 SCRIPTS = Path(__file__).resolve().parent.parent.parent / "integrations"
 pytestmark = pytest.mark.filterwarnings("ignore", "error::zclip_ext.ZClipWarning")
-
-
-def free_port():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
 
 
 class Model(ComposerModel):
@@ -397,15 +393,11 @@ for arguments in json.loads(sys.argv[1]):
 SMALL = ["--batch", "2", "--length", "16", "--print-every", "1", "--max-grad-norm", "0.5"]
 
 
-def run(*command, folder):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, *map(str, command)]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
-
-
 def test_the_example_goes_on_to_the_same_bits(tmp_path):
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", 2, "--master-port", free_port()]
-    ranks = run(*launcher, SCRIPTS / "train_composer.py", *SMALL, "--steps", 5, "--save", tmp_path, folder=tmp_path)
+    ranks = run(
+        *launcher, SCRIPTS / "train_composer.py", *SMALL, "--steps", 5, "--save", tmp_path, folder=tmp_path, timeout=120
+    )
     assert ranks.returncode == 0, ranks.stdout + ranks.stderr
     resume = ["--resume", str(tmp_path)]
     commands = [
@@ -416,7 +408,7 @@ def test_the_example_goes_on_to_the_same_bits(tmp_path):
         [*SMALL, "--resume", str(tmp_path / "none")],
         ["--help"],
     ]
-    alone = run("-c", EXAMPLES, json.dumps(commands), folder=tmp_path)
+    alone = run("-c", EXAMPLES, json.dumps(commands), folder=tmp_path, timeout=120)
     output = alone.stdout.split("END ")
     assert [part[0] for part in output[1:]] == ["0", "0", "2", "2", "2", "0"], alone.stdout + alone.stderr
     first, whole, second = (

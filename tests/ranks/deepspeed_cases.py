@@ -1,6 +1,5 @@
 """What each rank does in the cases of DeepSpeed."""
 
-import copy
 import itertools
 import logging
 import os
@@ -10,7 +9,7 @@ import deepspeed
 import layouts
 import torch
 import torch.distributed as dist
-from common import bits, error_of, norm_of
+from common import bits, error_of
 from deepspeed.utils import logger
 from deepspeed_paths import FP16, NOT_FINITE, OPTIONS, PATHS, SPIKES, STEPS, Reference, dtype_of, loss_of
 from deepspeed_run import Run
@@ -383,54 +382,3 @@ def deepspeed_built_before():
     said = [str(w.message) for w in caught if w.category is zclip_ext.ZClipWarning]
     run.close()
     return said
-
-
-def deepspeed_copies_in_a_pipeline(name):
-    """Two stages of two ranks each, and one layer that stands on both stages."""
-    from deepspeed.pipe import PipelineModule, TiedLayerSpec
-
-    torch.manual_seed(0)
-    first = torch.nn.Linear(12, 12, bias=False)
-    net = layouts.Net()
-    reference = torch.nn.Sequential(first, net.blocks[0], net.blocks[1], first)
-    plain = torch.optim.SGD(reference.parameters(), lr=0.1)
-
-    ends = TiedLayerSpec("ends", torch.nn.Linear, 12, 12, bias=False)
-    model = PipelineModule(
-        [ends, *copy.deepcopy([net.blocks[0], net.blocks[1]]), ends],
-        num_stages=2,
-        loss_fn=lambda out, scale: out.square().mean() * scale.mean(),
-        partition_method="uniform",
-    )
-    model.tied_modules["ends"].load_state_dict(first.state_dict())
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": 2,
-        "zero_allow_untested_optimizer": True,
-        "zclip": {"warmup_steps": 2},
-        **PATHS[name],
-    }
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
-    where = engine.grid.get_data_parallel_rank()
-    report = {"norms": [], "wanted": [], "scales": []}
-    for step, scale in enumerate((1.0, 1.0, 40.0, 1.0)):
-        batch = layouts.whole_batch(step)
-        parts = batch.chunk(2)[where].chunk(2)
-        engine.train_batch(iter([(part, torch.full((1,), scale)) for part in parts]))
-        plain.zero_grad()
-        (reference(batch).square().mean() * scale).backward()
-        report["wanted"].append(norm_of([p.grad for p in reference.parameters()]))
-        report["norms"].append(float(engine.zclip.last.grad_norm))
-        report["scales"].append(float(engine.zclip.last.scale))
-        for p in reference.parameters():
-            p.grad *= report["scales"][-1]
-        plain.step()
-    mine = torch.cat([p.detach().flatten() for p in engine.module.parameters()])
-    stage = engine.grid.get_stage_id()
-    wanted = [*reference[:2].parameters()] if stage == 0 else [*reference[2].parameters(), *reference[3].parameters()]
-    wanted = torch.cat([p.detach().flatten() for p in wanted])
-    report["difference"] = (mine.sort().values - wanted.sort().values).abs().max().item()
-    report["bits"] = bits(engine.zclip)
-    engine.destroy()
-    return report

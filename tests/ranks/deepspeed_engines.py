@@ -1,4 +1,6 @@
-"""Engines of kinds that the paths don't cover: several at once, tensor parallel, Muon, scalers, others' hooks."""
+"""Engines of kinds that the paths don't cover: several at once, tied layers, tensor parallel, Muon, scalers, hooks."""
+
+import copy
 
 import deepspeed
 import layouts
@@ -65,6 +67,60 @@ def deepspeed_two_models(stage):
     return [float(engine.zclip.last.grad_norm), wanted[-1], engine.zclip.metrics()["steps"]]
 
 
+class Twin:
+    """The same model in one process, which takes the steps of an engine with its scales."""
+
+    def __init__(self, model, lr):
+        self.model, self.optimizer = model, torch.optim.SGD(model.parameters(), lr=lr)
+        self.report = {"norms": [], "wanted": [], "scales": []}
+
+    def follow(self, loss, seen):
+        """`seen`: what ZClip saw in the engine."""
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.report["wanted"].append(norm_of([p.grad for p in self.model.parameters()]))
+        self.report["norms"].append(float(seen.grad_norm))
+        self.report["scales"].append(float(seen.scale))
+        for p in self.model.parameters():
+            p.grad *= self.report["scales"][-1]
+        self.optimizer.step()
+
+
+def deepspeed_copies_in_a_pipeline(name):
+    """Two stages of two ranks each, and one layer that stands on both stages."""
+    from deepspeed.pipe import PipelineModule, TiedLayerSpec
+
+    torch.manual_seed(0)
+    first = torch.nn.Linear(12, 12, bias=False)
+    net = layouts.Net()
+    reference = torch.nn.Sequential(first, net.blocks[0], net.blocks[1], first)
+    twin = Twin(reference, lr=0.1)
+    ends = TiedLayerSpec("ends", torch.nn.Linear, 12, 12, bias=False)
+    model = PipelineModule(
+        [ends, *copy.deepcopy([net.blocks[0], net.blocks[1]]), ends],
+        num_stages=2,
+        loss_fn=lambda out, scale: out.square().mean() * scale.mean(),
+        partition_method="uniform",
+    )
+    model.tied_modules["ends"].load_state_dict(first.state_dict())
+    config = {"gradient_accumulation_steps": 2, "zclip": {"warmup_steps": 2}, **PATHS[name]}
+    engine = initialize(model, config, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    where = engine.grid.get_data_parallel_rank()
+    for step, scale in enumerate((1.0, 1.0, 40.0, 1.0)):
+        batch = layouts.whole_batch(step)
+        parts = batch.chunk(2)[where].chunk(2)
+        engine.train_batch(iter([(part, torch.full((1,), scale)) for part in parts]))
+        twin.follow(reference(batch).square().mean() * scale, engine.zclip.last)
+    mine = torch.cat([p.detach().flatten() for p in engine.module.parameters()])
+    stage = engine.grid.get_stage_id()
+    wanted = [*reference[:2].parameters()] if stage == 0 else [*reference[2].parameters(), *reference[3].parameters()]
+    wanted = torch.cat([p.detach().flatten() for p in wanted])
+    difference = (mine.sort().values - wanted.sort().values).abs().max().item()
+    report = {**twin.report, "difference": difference, "bits": bits(engine.zclip)}
+    engine.destroy()
+    return report
+
+
 class Mlp(nn.Module):
     def __init__(self):
         super().__init__()
@@ -83,23 +139,15 @@ def deepspeed_tensor_parallel(stage):
     ]
     split = {"autotp_size": 2, "partition_config": {"use_default_specs": False, "layer_specs": specs}}
     single, net = Mlp(), Mlp()
-    plain = torch.optim.SGD(single.parameters(), lr=0.01)
+    twin = Twin(single, lr=0.01)
     config = {**zero(int(stage)), "tensor_parallel": split, "zclip": {"warmup_steps": 2}}
     engine = initialize(net, config, optimizer=torch.optim.SGD(net.parameters(), lr=0.01))
-    report = {"norms": [], "wanted": [], "scales": []}
     for step, factor in enumerate((1.0, 1.0, 40.0, 1.0)):
         batch = layouts.whole_batch(step)[:2]
         engine.backward(engine(batch).pow(3).mean() * factor)
         engine.step()
-        plain.zero_grad()
-        (single(batch).pow(3).mean() * factor).backward()
-        report["wanted"].append(norm_of([p.grad for p in single.parameters()]))
-        report["norms"].append(float(engine.zclip.last.grad_norm))
-        report["scales"].append(float(engine.zclip.last.scale))
-        for p in single.parameters():
-            p.grad *= report["scales"][-1]
-        plain.step()
-    report["bits"] = bits(engine.zclip)
+        twin.follow(single(batch).pow(3).mean() * factor, engine.zclip.last)
+    report = {**twin.report, "bits": bits(engine.zclip)}
     engine.destroy()
     return report
 
