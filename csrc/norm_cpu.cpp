@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstring>
 #include <utility>
 
 // One binary for every x86-64 machine: the loops are compiled for each level and the loader picks. The order of every
@@ -17,75 +16,13 @@
 #else
 #define ZCLIP_ISA
 #endif
-// Helpers of such loops must be inlined into them, or they would be compiled for the lowest level only.
-#define ZCLIP_INLINE inline __attribute__((always_inline))
 
 namespace zclip {
 namespace {
 
-// A chunk is kRows rows of kLanes elements. The squares of a lane are added up in float32, row by row, and the lanes of
-// the chunk in float64: 32 roundings in float32 at most, which keeps the relative error of the norm under 1e-6 for any
-// values, and near 1e-8 for usual ones.
-constexpr int kLanes = 64;
-constexpr int kRows = 32;
-constexpr int kChunk = kRows * kLanes;
-// A block is the unit of work of a thread; its chunk sums and then all block sums are folded in float64.
-constexpr int kChunksPerBlock = 64;
-constexpr int64_t kBlock = int64_t{kChunk} * kChunksPerBlock;
 // Below this much work, an element or a tensor's overhead of about 64 elements, threads cost more than they save.
 constexpr int64_t kWorthThreads = 1 << 16;
 constexpr int64_t kBlockOverhead = 64;
-// A float32 sum outside this range may have lost squares to underflow or overflow and is taken again in float64.
-constexpr double kSmallestSafeSum = 1e-25;
-constexpr double kLargestSafeSum = 1e30;
-
-struct Half {
-    uint16_t bits;
-};
-struct BFloat16 {
-    uint16_t bits;
-};
-
-template <class To, class From>
-ZCLIP_INLINE To bits_as(From from) {
-    static_assert(sizeof(To) == sizeof(From), "same size");
-    To to;
-    std::memcpy(&to, &from, sizeof to);
-    return to;
-}
-
-ZCLIP_INLINE float widen(float x) { return x; }
-ZCLIP_INLINE double widen(double x) { return x; }
-ZCLIP_INLINE float widen(BFloat16 x) { return bits_as<float>(uint32_t{x.bits} << 16); }
-// Shifts the exponent into place and corrects its bias. No float32 on the way is subnormal, so that a processor told to
-// flush those to zero gives the same.
-ZCLIP_INLINE float widen(Half x) {
-    const uint32_t magnitude = uint32_t{x.bits} & 0x7fffu;
-    const uint32_t shifted = magnitude << 13;
-    const uint32_t rebias = 112u << 23;
-    const uint32_t smallest = 113u << 23;  // 2^-14, the smallest normal float16
-    const uint32_t subnormal = bits_as<uint32_t>(bits_as<float>(smallest + shifted) - bits_as<float>(smallest));
-    const uint32_t normal = shifted + rebias + (magnitude >= 0x7c00u ? rebias : 0u);
-    return bits_as<float>((magnitude < 0x400u ? subnormal : normal) | (uint32_t{x.bits} & 0x8000u) << 16);
-}
-
-ZCLIP_INLINE void narrow(double value, double* out) { *out = value; }
-ZCLIP_INLINE void narrow(double value, float* out) { *out = static_cast<float>(value); }
-ZCLIP_INLINE void narrow(double value, BFloat16* out) {
-    const uint32_t bits = bits_as<uint32_t>(static_cast<float>(value));
-    out->bits = static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
-}
-// Rounds to nearest, ties to even. Only finite values come here.
-ZCLIP_INLINE void narrow(double value, Half* out) {
-    const uint32_t bits = bits_as<uint32_t>(static_cast<float>(value));
-    const uint32_t sign = bits & 0x80000000u;
-    const uint32_t magnitude = bits ^ sign;
-    const uint32_t overflow = 0x7c00u;
-    const uint32_t subnormal = bits_as<uint32_t>(bits_as<float>(magnitude) + 0.5f) - 0x3f000000u;
-    const uint32_t normal = (magnitude - 0x38000000u + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
-    const uint32_t small = magnitude < 0x38800000u ? subnormal : normal;
-    out->bits = static_cast<uint16_t>((magnitude >= 0x47800000u ? overflow : small) | sign >> 16);
-}
 
 ZCLIP_INLINE int power_of_two(int n) {
     int width = 1;
@@ -195,21 +132,6 @@ ZCLIP_ISA void scale_block(const Segment& block, double factor) {
     }
 }
 
-int64_t bytes_per_element(Dtype dtype) {
-    switch (dtype) {
-        case Dtype::kFloat32:
-            return 4;
-        case Dtype::kFloat64:
-            return 8;
-        default:
-            return 2;
-    }
-}
-
-char* at(const Segment& segment, int64_t element) {
-    return static_cast<char*>(segment.data) + element * bytes_per_element(segment.dtype);
-}
-
 std::vector<Segment> blocks_of(const std::vector<Segment>& segments) {
     std::vector<Segment> blocks;
     blocks.reserve(segments.size());
@@ -242,21 +164,6 @@ void for_each(const std::vector<Segment>& blocks, int threads, const Body& body)
     (void)parallel;
 #pragma omp parallel for schedule(static) num_threads(threads) if (parallel)
     for (int64_t i = 0; i < n; ++i) body(i);
-}
-
-// Sorts by address and cuts from each segment what an earlier one covers.
-void drop_shared_memory(std::vector<Segment>* segments) {
-    std::sort(segments->begin(), segments->end(), [](const Segment& a, const Segment& b) { return a.data < b.data; });
-    char* covered = nullptr;
-    for (Segment& segment : *segments) {
-        char* const end = at(segment, segment.size);
-        const int64_t bytes = bytes_per_element(segment.dtype);
-        const int64_t shared = covered > at(segment, 0) ? (covered - at(segment, 0) + bytes - 1) / bytes : 0;
-        const int64_t cut = std::min(shared, segment.size);
-        segment.data = at(segment, cut);
-        segment.size -= cut;
-        covered = std::max(covered, end);
-    }
 }
 
 }  // namespace
