@@ -87,10 +87,10 @@ struct Record {
 #undef ZCLIP_DOUBLE
 
 // Values of the fields that stand for a choice.
-enum ClipOption { kReciprocal = 0, kMean = 1, kMax = 2 };
-enum OnSpike { kClip = 0, kSkipSpike = 1 };
-enum OnNonFinite { kSkip = 0, kRaise = 1, kPass = 2 };
-enum Verdict { kStep = 0, kSkipStep = 1, kRaiseError = 2 };
+constexpr double kReciprocal = 0.0, kMean = 1.0, kMax = 2.0;       // clip_option
+constexpr double kClip = 0.0, kSkipSpike = 1.0;                    // on_spike
+constexpr double kSkip = 0.0, kRaise = 1.0, kPass = 2.0;           // on_nonfinite
+constexpr double kStep = 0.0, kSkipStep = 1.0, kRaiseError = 2.0;  // verdict
 
 // Above this sum of squares the gradient counts as not finite: the squares of its norm would overflow the statistics.
 constexpr double kMaxSumOfSquares = 1e300;
