@@ -322,25 +322,14 @@ void fill_tables(const std::vector<Segment>& segments, const Use& use) {
     if (table.segments > 0) use(std::as_const(table));
 }
 
-// Both the toolkit that this was compiled with and the driver must know of large parameters.
-bool takes_large_tables() {
-#if CUDART_VERSION >= 12010
-    static const int version = [] {
-        int found = 0;
-        check(cudaDriverGetVersion(&found), "cudaDriverGetVersion");
-        return found;
-    }();
-    return version >= 12010;
-#else
-    return false;
-#endif
-}
-
-// Runs use(table) for one table after another.
+// Runs use(table) for one table after another. Both the toolkit that this was compiled with and the driver must know of
+// large parameters.
 template <class Use>
 void for_each_table(const std::vector<Segment>& segments, const Use& use) {
 #if CUDART_VERSION >= 12010
-    if (takes_large_tables()) return fill_tables<kManySlots>(segments, use);
+    int driver = 0;
+    check(cudaDriverGetVersion(&driver), "cudaDriverGetVersion");
+    if (driver >= 12010) return fill_tables<kManySlots>(segments, use);
 #endif
     fill_tables<kFewSlots>(segments, use);
 }

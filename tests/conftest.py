@@ -1,6 +1,7 @@
 import os
 
 import pytest
+from host_kernels import HostKernels
 
 from zclip_ext import ops
 
@@ -15,10 +16,23 @@ def environment():
     os.environ.update(before)
 
 
+def run_on(name, monkeypatch):
+    assert ops.backend() == "compiled", "the tests need a compiler"
+    if name == "torch":
+        monkeypatch.setattr(ops, "_compiled", None)
+    if name == "kernels":
+        monkeypatch.setattr(ops, "_compiled", HostKernels)
+
+
 @pytest.fixture(params=["compiled", "torch"])
 def backend(request, monkeypatch):
     """Runs a test on each backend, in one process."""
-    assert ops.backend() == "compiled", "the tests need a compiler"
-    if request.param == "torch":
-        monkeypatch.setattr(ops, "_compiled", None)
+    run_on(request.param, monkeypatch)
+    return request.param
+
+
+@pytest.fixture(params=["compiled", "torch", "kernels"])
+def any_backend(request, monkeypatch):
+    """As `backend`, and on the CUDA kernels' sources, which are slow on the CPU."""
+    run_on(request.param, monkeypatch)
     return request.param

@@ -76,7 +76,9 @@ class HostKernels:
     def gather(objects, are_parameters):
         tensors = [grad for item in objects if (grad := item.grad if are_parameters else item) is not None]
         plain = all(
-            tensor.layout == torch.strided
+            tensor.device.type == "cpu"
+            and not hasattr(type(tensor), "__tensor_flatten__")
+            and tensor.layout == torch.strided
             and tensor.is_contiguous()
             and not tensor.is_conj()
             and not tensor._is_zerotensor()
@@ -96,5 +98,6 @@ class HostKernels:
         assert library().host_scale(*grads.arguments, ctypes.byref(ctypes.c_double(factor)))
 
     @staticmethod
-    def decide(sums, state, config, record):
-        assert library().host_decide(pointer(sums), pointer(config), pointer(state), pointer(record), None)
+    def decide(sums, state, config, record, left_out=None):
+        flag = None if left_out is None else pointer(left_out)
+        assert library().host_decide(pointer(sums), pointer(config), pointer(state), pointer(record), flag)

@@ -1,4 +1,4 @@
-"""How the extension is found and built, what happens without one, and that its kernels agree on every machine."""
+"""How the extension is found and built, what happens without one."""
 
 import os
 import platform
@@ -209,29 +209,6 @@ def test_a_prebuilt_wheel_needs_no_compiler(tmp_path):
         run(path=installed, PATH=str(tmp_path), CXX=str(tmp_path / "none"), TORCH_EXTENSIONS_DIR=tmp_path / "cache")
     )
     assert (fields[:3], error) == (["compiled", "0", "False"], "")
-
-
-def compile_and_run(folder, *flags):
-    binary = folder / "norm_bits"
-    sources = [ROOT / "tests" / "csrc" / "norm_bits.cpp", ROOT / "csrc" / "norm_cpu.cpp"]
-    common = ["-std=c++17", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror", "-fopenmp", f"-I{ROOT / 'csrc'}"]
-    compiler = os.environ.get("CXX", "c++")
-    subprocess.run([compiler, *common, *flags, *sources, "-o", binary], check=True, timeout=120)
-    result = subprocess.run([binary], capture_output=True, text=True, timeout=120, env={**os.environ, "LD_PRELOAD": ""})
-    assert result.returncode == 0, result.stderr[-3000:]
-    return result.stdout
-
-
-def test_all_instruction_sets_give_the_same_bits(tmp_path):
-    picked_at_run_time = compile_and_run(tmp_path, "-O3")
-    assert picked_at_run_time.count("\n") > 100
-    assert compile_and_run(tmp_path, "-O1", "-DZCLIP_ISA=") == picked_at_run_time
-    if platform.machine() == "x86_64":
-        assert compile_and_run(tmp_path, "-O3", "-DZCLIP_ISA=", "-march=haswell") == picked_at_run_time
-
-
-def test_kernels_are_clean_under_sanitizers(tmp_path):
-    compile_and_run(tmp_path, "-O1", "-g", "-DZCLIP_ISA=", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 
 
 def test_backend_is_told():
