@@ -3,10 +3,12 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := .
+C_SOURCES := csrc/* tests/csrc/*.cpp tests/csrc/host_cuda/*
 
 OLDEST := .venv-oldest
+CUDA := .venv-cuda
 
-.PHONY: demo test test-oldest bench venv venv-oldest lint format clean
+.PHONY: demo test test-oldest cuda-build bench venv venv-oldest lint format clean
 
 demo: venv
 	$(BIN)/python integrations/train_pytorch.py
@@ -23,6 +25,16 @@ APPLIES := $(addprefix tests/test_, $(addsuffix .py, accelerate checkpoint confi
 test-oldest: venv-oldest
 	$(OLDEST)/bin/python -m pytest tests/oldest $(APPLIES) \
 		-k "not (test_ranks and (fsdp2 or mixed or plain_parameters_beside))"
+
+# All of the extension with CUDA, compiled and linked; needs nvcc and no GPU. That torch is not imported, so that it does
+# without the gigabytes that it depends on.
+cuda-build: venv $(CUDA)/.done
+	$(BIN)/python tests/build_cuda.py $(CUDA)/lib/python*/site-packages/torch
+
+$(CUDA)/.done: constraints-cuda.txt
+	test -d $(CUDA) || $(PYTHON) -m venv $(CUDA)
+	$(CUDA)/bin/python -m pip install --quiet --no-deps --requirement constraints-cuda.txt
+	touch $@
 
 bench: venv
 	$(BIN)/python benchmarks/step_time.py
@@ -51,12 +63,12 @@ lint: venv
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/ruff format --check $(SOURCES)
 	$(BIN)/mypy
-	$(BIN)/clang-format --dry-run --Werror csrc/* tests/csrc/*
+	$(BIN)/clang-format --dry-run --Werror $(C_SOURCES)
 
 format: venv
 	$(BIN)/ruff check --fix $(SOURCES)
 	$(BIN)/ruff format $(SOURCES)
-	$(BIN)/clang-format -i csrc/* tests/csrc/*
+	$(BIN)/clang-format -i $(C_SOURCES)
 
 clean:
-	rm -rf $(VENV) $(OLDEST) build dist runs *.egg-info
+	rm -rf $(VENV) $(OLDEST) $(CUDA) build dist runs *.egg-info

@@ -27,21 +27,28 @@ class BuildWithSources(build_py):
 
 
 def extension() -> dict[str, Any]:
-    from torch.utils.cpp_extension import BuildExtension, CppExtension
+    from torch.utils.cpp_extension import BuildExtension, CppExtension, CUDAExtension
 
     # From its file: the package itself would load, and so build, the extension.
-    path = ROOT / "zclip_ext" / "_extension.py"
+    path = ROOT / "zclip_ext" / "_build.py"
     spec = importlib.util.spec_from_file_location("zclip_ext_build", path)
     assert spec is not None
     assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    parameters = module.build_parameters()
-    parameters["sources"] = [os.path.relpath(source, ROOT) for source in parameters["sources"]]
-    return {
-        "ext_modules": [CppExtension(f"zclip_ext.{module.NAME}", **parameters)],  # type: ignore[no-untyped-call]
-        "cmdclass": {"build_ext": BuildExtension, "build_py": BuildWithSources},
-    }
+    build = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(build)
+    problem, demanded = build.why_not_cuda(), build.wanted_cuda()
+    if demanded and problem is not None:
+        raise RuntimeError(f"ZCLIP_CUDA=1, but CUDA kernels can't be built: {problem}")
+    cuda = problem is None if demanded is None else demanded
+    parameters = build.parameters(cuda=cuda)
+    kind: Any = CUDAExtension if cuda else CppExtension
+    module = kind(
+        f"zclip_ext.{build.NAME}",
+        sources=[os.path.relpath(source, ROOT) for source in parameters["sources"]],
+        extra_compile_args={"cxx": parameters["cxx"], "nvcc": parameters["nvcc"]},
+        extra_link_args=parameters["link"],
+    )
+    return {"ext_modules": [module], "cmdclass": {"build_ext": BuildExtension, "build_py": BuildWithSources}}
 
 
 if os.environ.get("ZCLIP_PREBUILD", "0") == "1":

@@ -49,6 +49,8 @@ def launches():
 class Gradients:
     """What the extension's gather gives: tensors, each once, as C arrays of pointers, sizes and dtypes."""
 
+    place = -1  # the CPU
+
     def __init__(self, tensors):
         self.tensors = list({id(tensor): tensor for tensor in tensors}.values())
         flats = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in self.tensors]
@@ -71,6 +73,8 @@ def pointer(tensor):
 
 class HostKernels:
     """The operations of the extension by the CUDA kernels."""
+
+    cuda = False
 
     @staticmethod
     def gather(objects, are_parameters):

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import zclip_ext
-from zclip_ext import _extension, ops, rule
+from zclip_ext import _build, _extension, ops, rule
 
 ROOT = Path(__file__).resolve().parent.parent
 REPORT = """
@@ -104,13 +104,13 @@ def test_the_backend_is_one_of_two():
 def test_where_it_is_built(tmp_path, monkeypatch):
     monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "deep" / "cache"))
-    assert _extension._cache_folder().parent == tmp_path / "deep" / "cache" / "zclip_ext"
+    assert _extension._cache_folder(cuda=False).parent == tmp_path / "deep" / "cache" / "zclip_ext"
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "chosen"))
-    assert _extension._cache_folder().parent == tmp_path / "chosen" / "zclip_ext"
+    assert _extension._cache_folder(cuda=False).parent == tmp_path / "chosen" / "zclip_ext"
     # Root may write anywhere, so a file stands where the folder should be.
     (tmp_path / "file").touch()
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "file"))
-    alone = [_extension._cache_folder() for _ in range(2)]
+    alone = [_extension._cache_folder(cuda=False) for _ in range(2)]
     assert alone[0] != alone[1]
     for folder in alone:
         assert folder.stat().st_mode & 0o777 == 0o700
@@ -124,8 +124,8 @@ def test_a_binary_of_other_sources_is_built_again(cache, tmp_path):
     with open(tmp_path / "csrc" / "norm_cpu.h", "a") as header:
         header.write("// changed\n")
     # The old binary as if it were prebuilt.
-    prebuilt = f"{_extension.NAME}{sysconfig.get_config_var('EXT_SUFFIX')}"
-    shutil.copy2(key / f"{_extension.NAME}.so", tmp_path / "zclip_ext" / prebuilt)
+    prebuilt = f"{_build.NAME}{sysconfig.get_config_var('EXT_SUFFIX')}"
+    shutil.copy2(key / f"{_build.NAME}.so", tmp_path / "zclip_ext" / prebuilt)
     fields, error = outcome(run(path=tmp_path, TORCH_EXTENSIONS_DIR=tmp_path / "cache"))
     assert fields[:2] == ["compiled", "0"]
     assert "building its C++ extension" in error
@@ -135,7 +135,7 @@ def test_a_binary_that_does_not_load_is_built_again(cache, tmp_path):
     (key,) = (cache / "zclip_ext").iterdir()
     broken = tmp_path / "zclip_ext" / key.name
     broken.mkdir(parents=True)
-    (broken / f"{_extension.NAME}.so").write_text("no library")
+    (broken / f"{_build.NAME}.so").write_text("no library")
     fields, _ = outcome(run(TORCH_EXTENSIONS_DIR=tmp_path))
     assert fields[:2] == ["compiled", "0"]
     (_, _, built_again), _ = outcome(run(TORCH_EXTENSIONS_DIR=tmp_path))
@@ -157,12 +157,12 @@ def test_layouts_agree():
 
 
 def test_kernels_use_the_threads_of_torch():
-    flags = _extension.build_parameters()
+    flags = _build.parameters(cuda=False)
     if "clang" in os.path.realpath(shutil.which(os.environ.get("CXX", "c++"))):
-        assert "-fopenmp" not in flags["extra_compile_args"]
+        assert "-fopenmp" not in flags["cxx"]
     else:
-        assert "-fopenmp" in flags["extra_compile_args"]
-        assert any("omp" in flag for flag in flags["extra_link_args"])
+        assert "-fopenmp" in flags["cxx"]
+        assert any("omp" in flag for flag in flags["link"])
 
 
 def build_wheel(tmp_path, **environment):

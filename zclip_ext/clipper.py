@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from . import checkpoint, gradients, ops, rule, telemetry
 from .config import ZClipConfig
-from .distributed import Ranks, Share, SharedBy, is_first
+from .distributed import Ranks, Share, SharedBy
 from .result import ClipResult
+from .watch import Watch
 
 
 class ZClip:
@@ -61,10 +62,7 @@ class ZClip:
     def start_from(self, numbers: list[float]) -> None:
         """Takes a whole state, as :mod:`zclip_ext.checkpoint` loads it."""
         self._state = torch.tensor(numbers, dtype=torch.float64, device="cpu")
-        fields = self._fields()
-        self._steps = fields["steps"]  # the state's, known without asking the device
-        limit = None if self.config.dry_run else self.config.max_grad_norm
-        self._caps = telemetry.CapWatch(limit, fields["steps"], fields["capped"])
+        self._watch = Watch(self.config, self._fields())
         self.last: ClipResult | None = None
 
     def step(self, model: gradients.Target) -> ClipResult:
@@ -91,12 +89,14 @@ class ZClip:
 
     @torch._disable_dynamo  # type: ignore[attr-defined,untyped-decorator]
     @torch.no_grad()
-    def clip(self, parameters: list[Tensor], model: nn.Module | None = None) -> ClipResult:
+    def clip(self, parameters: list[Tensor], model: nn.Module | None = None, *, on_device: bool = False) -> ClipResult:
         """:meth:`step` for adapters, which see to it themselves that nothing steps where ``left_out`` is set.
 
         Args:
             parameters: tensors that may have a ``.grad``.
             model: for FSDP1, and for the names in errors.
+            on_device: the caller can leave a step out on the device, by the result's ``found_inf`` where there is one.
+                Then the host reads nothing; it warns and raises up to 200 steps late.
         """
         parameters = parameters if isinstance(parameters, list) else list(parameters)
         try:
@@ -107,7 +107,7 @@ class ZClip:
         sums = self._ranks.total(self._measure(shares, parameters, model))
         if not any(len(share.grads) for share in shares):
             self._without_gradients(parameters, sums)
-        result = self._decide(sums)
+        result = self._decide(sums, on_device=on_device)
         if not self.config.dry_run:
             for share in shares:
                 ops.scale_(share.grads, result.scale)
@@ -157,10 +157,11 @@ class ZClip:
         norm = norm.reshape(())
         return self._decide(torch.stack([norm * norm, (~(norm.isfinite() & (norm >= 0))).to(torch.float64)]))
 
-    def _decide(self, sums: Tensor) -> ClipResult:
+    def _decide(self, sums: Tensor, *, on_device: bool = False) -> ClipResult:
+        found_inf = self._watch.before(self._state, sums.device, on_device=on_device)
         self._state, self._numbers = self._state.to(sums.device), self._numbers.to(sums.device)
-        self.last = result = ClipResult(ops.decide_(sums, self._state, self._numbers))
-        self._heed(result)
+        self.last = result = ClipResult(ops.decide_(sums, self._state, self._numbers, found_inf), found_inf)
+        self._watch.after(result, self._state, self._ranks.group)
         return result
 
     def metrics(self) -> dict[str, float]:
@@ -176,7 +177,7 @@ class ZClip:
         z-score above 1.
         """
         state = self._fields()
-        self._caps.look(state)
+        self._watch.caps.look(state)
         return telemetry.metrics(state, self.config)
 
     def state_dict(self) -> dict[str, Any]:
@@ -204,29 +205,7 @@ class ZClip:
         return {**self.__dict__, "_seen": None}
 
     def _fields(self) -> dict[str, float]:
-        return dict(zip(rule.STATE_FIELDS, self._state.tolist(), strict=False))
-
-    def _heed(self, result: ClipResult) -> None:
-        """Raises and warns as the decision asks for, before a gradient is touched."""
-        self._steps += 1
-        if self._state.device.type == "cpu" and self._caps.is_due(self._steps):
-            self._caps.look(self._fields())
-        config = self.config
-        if config.dry_run or (config.on_nonfinite == "pass" and config.on_spike == "clip"):
-            return
-        verdict = result.verdict.item()  # elsewhere than on the CPU this one number waits for the device
-        if verdict == rule.STEP:
-            return
-        result.left_out = True
-        state = self._fields()
-        if verdict == rule.RAISE_ERROR:
-            raise telemetry.NonFiniteGradientError(
-                f"the gradient holds inf or NaN (norm {state['last_grad_norm']}) at step {state['steps']:.0f}, "
-                f"steps left out in a row: {state['consecutive_skips']:.0f}; on_nonfinite={config.on_nonfinite!r}, "
-                f"max_consecutive_skips={config.max_consecutive_skips}"
-            )
-        if is_first(self._ranks.group):  # all decide the same
-            telemetry.warn_of_skip(state["last_grad_norm"], int(state["skipped"]), bool(result.is_spike))
+        return rule.fields(self._state.tolist())
 
     def _without_gradients(self, parameters: list[Tensor], sums: Tensor) -> None:
         if bool(sums[0] != 0):  # other ranks have some

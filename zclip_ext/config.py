@@ -115,6 +115,11 @@ class ZClipConfig:
         """The rule of the paper alone: no shift guard (``patience=None``) and no floor (``min_rel_std=0``)."""
         return cls.from_dict({"patience": None, "min_rel_std": 0.0, **options})
 
+    @property
+    def may_leave_out(self) -> bool:
+        """Whether there are steps that the optimizer must not take."""
+        return not self.dry_run and not (self.on_nonfinite == "pass" and self.on_spike == "clip")
+
     def to_dict(self) -> dict[str, Any]:
         """All options as plain values; ``from_dict`` takes them back."""
         return dataclasses.asdict(self)

@@ -11,16 +11,24 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from . import _extension, norm, rule
+from . import _extension, cuda, norm, rule
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
 
 _compiled: Any = _extension.load()
 
 
-def backend() -> str:
-    """``"compiled"`` where the C++ extension runs, ``"torch"`` where pure torch does."""
-    return "torch" if _compiled is None else "compiled"
+def backend(device: torch.device | str = "cpu") -> str:
+    """``"compiled"`` where the extension's kernels run for gradients on a device, ``"torch"`` where pure torch does.
+
+    On CUDA both adapt without the host; torch reads the gradients several times.
+    """
+    has_kernels = {"cpu": _compiled is not None, "cuda": _has_cuda()}
+    return "compiled" if has_kernels.get(torch.device(device).type, False) else "torch"
+
+
+def _has_cuda() -> bool:
+    return _compiled is not None and _compiled.cuda
 
 
 class UnsupportedGradientError(TypeError):
@@ -74,18 +82,27 @@ def local_sumsq(grads: Gradients, device: torch.device) -> Tensor:
     return out
 
 
-def decide_(sums: Tensor, state: Tensor, config: Tensor) -> Tensor:
-    """One step of the rule; see :func:`zclip_ext.rule.decide_`. Changes ``state`` and returns the record."""
+def decide_(sums: Tensor, state: Tensor, config: Tensor, left_out: Tensor | None = None) -> Tensor:
+    """One step of the rule; see :func:`zclip_ext.rule.decide_`. Changes ``state`` and returns the record.
+
+    Args:
+        left_out: float32, shape (), on the same device: becomes 1.0 where the optimizer must not step, else 0.0.
+    """
     record = torch.empty(len(rule.RECORD_FIELDS), dtype=torch.float64, device=state.device)
-    if _compiled is not None and state.device.type == "cpu":
+    if state.device.type == "cuda" and _has_cuda():
+        cuda.decide_(_compiled, sums, state, config, record, left_out)
+        return record
+    if state.device.type == "cpu" and _compiled is not None:
         _compiled.decide(sums, state, config, record)
     else:
         rule.decide_(sums, state, config, record)
+    if left_out is not None:
+        torch.ne(record[rule.RECORD_FIELDS.index("verdict")], rule.STEP, out=left_out)
     return record
 
 
 def scale_(grads: Gradients, scale: Tensor) -> None:
-    """Multiplies all gradients in place by ``scale``; on the CPU nothing is written at 1.0.
+    """Multiplies all gradients in place by ``scale``; at 1.0 kernels, and pure torch on the CPU, write nothing.
 
     The product is taken in float64 and rounded once to float32, then to the gradient's dtype. Elements that an expanded
     gradient repeats, and memory that several gradients share, are multiplied once.
@@ -114,18 +131,25 @@ def _scale_list(grads: list[Tensor], scale: Tensor) -> None:
 
 
 def _sumsq(grads: Gradients, device: torch.device) -> Tensor:
-    out = torch.empty(2, dtype=torch.float64, device=device)
+    place = device if isinstance(grads, list) or not len(grads) else cuda.device_of(grads)
+    out = torch.empty(2, dtype=torch.float64, device=place)
     if isinstance(grads, list):
         norm.sum_of_squares(grads, out)
-    else:
+    elif not len(grads):
+        out.zero_()
+    elif place.type == "cpu":
         _compiled.local_sumsq(grads, out, torch.get_num_threads())
-    return out
+    else:
+        cuda.local_sumsq(_compiled, grads, out)
+    return out.to(device)
 
 
 def _scale(grads: Gradients, scale: Tensor) -> None:
     if isinstance(grads, list):
         norm.scale_(grads, scale)
-    else:
+    elif cuda.device_of(grads).type != "cpu":
+        cuda.scale_(_compiled, grads, scale.to(cuda.device_of(grads)))
+    elif scale.item() != 1.0:
         _compiled.scale(grads, scale.item(), torch.get_num_threads())
 
 

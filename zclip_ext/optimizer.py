@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -77,8 +78,9 @@ class ZClipOptimizer(Optimizer):
 
     @property
     def last_step_skipped(self) -> bool:
-        """Whether the last :meth:`step` was left out."""
-        return self.zclip.last is not None and self.zclip.last.left_out
+        """Whether the last :meth:`step` was left out. Waits for the device where that decided it by itself."""
+        last = self.zclip.last
+        return last is not None and (last.left_out or (last.found_inf is not None and bool(last.found_inf)))
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the closure where there is one, clips, and steps the inner optimizer unless the step is left out.
@@ -102,10 +104,12 @@ class ZClipOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        result = self.zclip.clip(gradients.held_by(self.inner), self.model)
+        parameters = gradients.held_by(self.inner)
+        result = self.zclip.clip(parameters, self.model, on_device=heeds_found_inf(self.inner, len(parameters)))
         if not result.left_out:
             named = {name: value for name, value in kwargs.items() if name != "closure"}
-            self.inner.step(*((None, *rest) if rest else ()), **named)
+            with _flagged(self.inner, result.found_inf):
+                self.inner.step(*((None, *rest) if rest else ()), **named)
         for hook in self._optimizer_step_post_hooks.values():
             hook(self, arguments, kwargs)
         return loss
@@ -213,6 +217,31 @@ class ZClipOptimizer(Optimizer):
 
     def __repr__(self) -> str:
         return f"ZClipOptimizer({type(self.inner).__name__}, {self.zclip!r})"
+
+
+def heeds_found_inf(optimizer: Optimizer, parameters: int) -> bool:
+    """Whether an optimizer of so many parameters leaves a step out where its attribute ``found_inf`` is 1.
+
+    Those with ``fused=True`` do, as ``GradScaler`` asks of them. But fused SGD that leaves out the step that makes its
+    momentum makes it of what memory holds (torch 2.13).
+    """
+    if not getattr(optimizer, "_step_supports_amp_scaling", False):
+        return False
+    has_momentum = any(group.get("momentum", 0.0) != 0.0 for group in optimizer.param_groups)
+    return not has_momentum or len(optimizer.state) == parameters
+
+
+@contextlib.contextmanager
+def _flagged(optimizer: Any, found_inf: torch.Tensor | None) -> Iterator[None]:
+    """For the length of a step."""
+    if found_inf is None:
+        yield
+        return
+    optimizer.found_inf = found_inf
+    try:
+        yield
+    finally:
+        del optimizer.found_inf
 
 
 def needs_closure(optimizer: Optimizer) -> bool:

@@ -14,11 +14,15 @@ class ClipResult:
     and bool flags. Reading one as a number waits for the device; ``float(result)`` is ``grad_norm``.
     """
 
-    __slots__ = ("left_out", "record")
+    __slots__ = ("found_inf", "left_out", "record")
 
-    def __init__(self, record: Tensor) -> None:
+    def __init__(self, record: Tensor, found_inf: Tensor | None = None) -> None:
         self.record = record
-        #: True where the optimizer must not step; known on the host, unlike :attr:`skipped`. Never True in a dry run.
+        #: Where the host isn't told whether the step is left out: the flag that an optimizer on the device heeds,
+        #: float32, shape (), 1.0 where it must not step, else 0.0. None elsewhere.
+        self.found_inf = found_inf
+        #: True where the optimizer must not step; known on the host, unlike :attr:`skipped`. Never True in a dry run,
+        #: nor where there is a :attr:`found_inf`.
         self.left_out = False
 
     def _field(self, name: str) -> Tensor:

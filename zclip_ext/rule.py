@@ -111,6 +111,11 @@ def new_state(config: ZClipConfig) -> list[float]:
     return [fresh.get(name, 0.0) for name in STATE_FIELDS] + [0.0] * buffer_size(config)
 
 
+def fields(state: Sequence[float]) -> dict[str, float]:
+    """The numbers of a state by their names, without the buffer."""
+    return dict(zip(STATE_FIELDS, state, strict=False))
+
+
 def decide_(sums: Tensor, state: Tensor, config: Tensor, record: Tensor) -> None:
     """One step of the rule. All tensors are float64, on one device, and nothing is copied to the host.
 

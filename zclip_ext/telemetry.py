@@ -80,6 +80,12 @@ def warn_of_skip(grad_norm: float, skipped: int, is_spike: bool) -> None:
         warn(f"ZClip left out a step: {reason} (steps left out so far: {skipped})")
 
 
+def warn_of_late_skips(new: int, skipped: int) -> None:
+    """Warns of steps that were left out on the device, once the host knows."""
+    steps = "a step" if new == 1 else f"{new} steps"
+    warn(f"ZClip left out {steps}: the gradient was not finite, or a spike (steps left out so far: {skipped})")
+
+
 def warn_of_no_statistics() -> None:
     """Of a checkpoint that was saved without ZClip."""
     warn("the checkpoint holds no ZClip statistics: they start afresh, with a warm-up")
