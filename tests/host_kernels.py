@@ -32,7 +32,7 @@ def library():
         loaded = ctypes.CDLL(str(binary))
     for name in ("host_sum_of_squares", "host_scale", "host_decide"):
         getattr(loaded, name).restype = ctypes.c_bool
-    loaded.host_cuda_ticket.restype = ctypes.c_uint
+    loaded.host_workspace.restype = ctypes.c_int64
     return loaded
 
 
@@ -49,9 +49,8 @@ def launches():
 class Gradients:
     """What the extension's gather gives: tensors, each once, as C arrays of pointers, sizes and dtypes."""
 
-    place = -1  # the CPU
-
-    def __init__(self, tensors):
+    def __init__(self, tensors, place=-1):
+        self.place = place
         self.tensors = list({id(tensor): tensor for tensor in tensors}.values())
         flats = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in self.tensors]
         count = len(flats)
@@ -72,12 +71,13 @@ def pointer(tensor):
 
 
 class HostKernels:
-    """The operations of the extension by the CUDA kernels."""
+    """The operations of the extension for the CPU, by the CUDA kernels."""
 
     cuda = False
+    place = -1  # the CPU
 
-    @staticmethod
-    def gather(objects, are_parameters):
+    @classmethod
+    def gather(cls, objects, are_parameters):
         tensors = [grad for item in objects if (grad := item.grad if are_parameters else item) is not None]
         plain = all(
             tensor.device.type == "cpu"
@@ -89,19 +89,49 @@ class HostKernels:
             and (torch.view_as_real(tensor) if tensor.is_complex() else tensor).dtype in DTYPES
             for tensor in tensors
         )
-        return Gradients(tensors) if plain else None
+        return Gradients(tensors, cls.place) if plain else None
 
-    @staticmethod
-    def local_sumsq(grads, out, threads):
-        assert library().host_sum_of_squares(*grads.arguments, pointer(out))
+    @classmethod
+    def local_sumsq(cls, grads, out, threads):
+        space = torch.empty(DeviceKernels.workspace(grads), dtype=torch.float64)
+        DeviceKernels.local_sumsq_cuda(grads, space, torch.zeros(1, dtype=torch.int32), out, 0)
 
     @staticmethod
     def scale(grads, factor, threads):
-        for tensor in grads.tensors:
-            torch._C._increment_version([tensor])
-        assert library().host_scale(*grads.arguments, ctypes.byref(ctypes.c_double(factor)))
+        DeviceKernels.scale_cuda(grads, torch.tensor(factor, dtype=torch.float64), 0)
 
     @staticmethod
-    def decide(sums, state, config, record, left_out=None):
+    def decide(sums, state, config, record):
+        DeviceKernels.decide_cuda(sums, state, config, record, None, 0, 0)
+
+
+class DeviceKernels(HostKernels):
+    """The operations of the extension for a device whose memory is the CPU's."""
+
+    cuda = True
+    place = 0
+
+    @staticmethod
+    def workspace(grads):
+        return library().host_workspace(*grads.arguments)
+
+    @staticmethod
+    def local_sumsq_cuda(grads, workspace, ticket, out, stream):
+        done = library().host_sum_of_squares(*grads.arguments, pointer(workspace), pointer(ticket), pointer(out))
+        check(done)
+
+    @staticmethod
+    def scale_cuda(grads, factor, stream):
+        for tensor in grads.tensors:
+            torch._C._increment_version([tensor])
+        check(library().host_scale(*grads.arguments, pointer(factor)))
+
+    @staticmethod
+    def decide_cuda(sums, state, config, record, left_out, place, stream):
         flag = None if left_out is None else pointer(left_out)
-        assert library().host_decide(pointer(sums), pointer(config), pointer(state), pointer(record), flag)
+        check(library().host_decide(pointer(sums), pointer(config), pointer(state), pointer(record), flag))
+
+
+def check(done):
+    if not done:
+        raise RuntimeError("a launch failed")

@@ -124,7 +124,7 @@ class ZClip:
                 name = gradients.name_of(gradients.owner(share.parameters, error.index), parameters, model)
                 raise TypeError(f"gradient of {name}: {error.problem}") from None
             if share.copies != 1:
-                part[0] /= share.copies
+                part[0] /= torch.full_like(part[0], share.copies)  # CUDA multiplies where it is to divide by a number
             parts.append(part)
         return functools.reduce(torch.add, parts) if parts else torch.zeros(2, dtype=torch.float64, device=device)
 

@@ -16,7 +16,13 @@ _tickets: dict[tuple[int, int], Tensor] = {}
 
 def is_capturing() -> bool:
     """Whether what runs now is recorded into a CUDA graph: it can't come to the host."""
-    return torch.cuda.is_current_stream_capturing()
+    has_cuda = torch.version.cuda is not None or torch.version.hip is not None
+    return has_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def serves(device: torch.device) -> bool:
+    """Whether these operations are for tensors there."""
+    return device.type == "cuda"
 
 
 def device_of(grads: Any) -> torch.device:

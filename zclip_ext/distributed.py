@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from . import layout, ops
+from . import cuda, layout, ops
 from .telemetry import warn
 
 #: A process group for all parameters, or a function that names the group of each (None: this rank alone holds it).
@@ -84,8 +84,8 @@ class Ranks:
                 self._known = list(parameters)
             except RuntimeError as error:
                 problem = str(error)
-        # When to check depends on the number of calls alone, which is the same on all ranks.
-        if self._calls in CHECKED and dist.get_world_size(self.group) > 1:
+        # When to check depends on the number of calls alone, which is the same on all ranks. A CUDA graph can't hold it.
+        if self._calls in CHECKED and dist.get_world_size(self.group) > 1 and not cuda.is_capturing():
             self._check(problem)
         elif problem is not None:
             raise RuntimeError(problem)

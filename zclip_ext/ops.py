@@ -23,8 +23,9 @@ def backend(device: torch.device | str = "cpu") -> str:
 
     On CUDA both adapt without the host; torch reads the gradients several times.
     """
-    has_kernels = {"cpu": _compiled is not None, "cuda": _has_cuda()}
-    return "compiled" if has_kernels.get(torch.device(device).type, False) else "torch"
+    place = torch.device(device)
+    has_kernels = _has_cuda() if cuda.serves(place) else _compiled is not None and place.type == "cpu"
+    return "compiled" if has_kernels else "torch"
 
 
 def _has_cuda() -> bool:
@@ -89,7 +90,7 @@ def decide_(sums: Tensor, state: Tensor, config: Tensor, left_out: Tensor | None
         left_out: float32, shape (), on the same device: becomes 1.0 where the optimizer must not step, else 0.0.
     """
     record = torch.empty(len(rule.RECORD_FIELDS), dtype=torch.float64, device=state.device)
-    if state.device.type == "cuda" and _has_cuda():
+    if _has_cuda() and cuda.serves(state.device):
         cuda.decide_(_compiled, sums, state, config, record, left_out)
         return record
     if state.device.type == "cpu" and _compiled is not None:
@@ -111,13 +112,11 @@ def scale_(grads: Gradients, scale: Tensor) -> None:
         grads: as :func:`local_sumsq` takes them.
         scale: float64, shape (), finite and above 0.
     """
-    if scale.device.type == "cpu" and scale.item() == 1.0:
-        return
-    with torch.no_grad():
-        if isinstance(grads, list):
+    if not isinstance(grads, list):
+        _scale(grads, scale)
+    elif scale.device.type != "cpu" or scale.item() != 1.0:
+        with torch.no_grad():
             _scale_list(grads, scale)
-        else:
-            _scale(grads, scale)
 
 
 def _scale_list(grads: list[Tensor], scale: Tensor) -> None:
@@ -131,26 +130,26 @@ def _scale_list(grads: list[Tensor], scale: Tensor) -> None:
 
 
 def _sumsq(grads: Gradients, device: torch.device) -> Tensor:
-    place = device if isinstance(grads, list) or not len(grads) else cuda.device_of(grads)
+    if not len(grads):
+        return torch.zeros(2, dtype=torch.float64, device=device)
+    place = device if isinstance(grads, list) else cuda.device_of(grads)
     out = torch.empty(2, dtype=torch.float64, device=place)
     if isinstance(grads, list):
         norm.sum_of_squares(grads, out)
-    elif not len(grads):
-        out.zero_()
-    elif place.type == "cpu":
-        _compiled.local_sumsq(grads, out, torch.get_num_threads())
-    else:
+    elif cuda.serves(place):
         cuda.local_sumsq(_compiled, grads, out)
+    else:
+        _compiled.local_sumsq(grads, out, torch.get_num_threads())
     return out.to(device)
 
 
 def _scale(grads: Gradients, scale: Tensor) -> None:
     if isinstance(grads, list):
         norm.scale_(grads, scale)
-    elif cuda.device_of(grads).type != "cpu":
+    elif cuda.serves(cuda.device_of(grads)):
         cuda.scale_(_compiled, grads, scale.to(cuda.device_of(grads)))
-    elif scale.item() != 1.0:
-        _compiled.scale(grads, scale.item(), torch.get_num_threads())
+    elif (factor := scale.item()) != 1.0:
+        _compiled.scale(grads, factor, torch.get_num_threads())
 
 
 def unreadable(tensor: Tensor) -> str | None:

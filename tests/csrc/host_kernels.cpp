@@ -9,7 +9,6 @@
 namespace {
 
 constexpr zclip::Queue kQueue = {0, nullptr};
-unsigned ticket = 0;
 
 std::vector<zclip::Segment> segments_of(int count, void* const* data, const int64_t* sizes, const int* dtypes) {
     std::vector<zclip::Segment> segments;
@@ -23,13 +22,15 @@ extern "C" {
 
 void host_cuda_set(int driver, unsigned seed, int fails) { host_cuda::settings = {driver, seed, fails != 0}; }
 int host_cuda_launches() { return std::exchange(host_cuda::launches, 0); }
-unsigned host_cuda_ticket() { return std::exchange(ticket, 0); }
+
+int64_t host_workspace(int count, void* const* data, const int64_t* sizes, const int* dtypes) {
+    return zclip::cuda_workspace(segments_of(count, data, sizes, dtypes));
+}
 
 // Each returns whether the launches went well.
-bool host_sum_of_squares(int count, void* const* data, const int64_t* sizes, const int* dtypes, double* out) try {
-    const std::vector<zclip::Segment> segments = segments_of(count, data, sizes, dtypes);
-    std::vector<double> workspace(static_cast<size_t>(zclip::cuda_workspace(segments)));
-    zclip::sum_of_squares_cuda(segments, workspace.data(), &ticket, out, kQueue);
+bool host_sum_of_squares(int count, void* const* data, const int64_t* sizes, const int* dtypes, double* workspace,
+                         unsigned* ticket, double* out) try {
+    zclip::sum_of_squares_cuda(segments_of(count, data, sizes, dtypes), workspace, ticket, out, kQueue);
     return true;
 } catch (const std::exception&) {
     return false;

@@ -1,0 +1,245 @@
+"""Steps on a device that the host must not wait for: here one that is made of the CPU's memory and the CUDA kernels'
+sources (tests/host_kernels.py), so that the way through Python is a device's.
+"""
+
+import copy
+import pickle
+import warnings
+
+import host_kernels
+import pytest
+import torch
+from helpers import set_norm, usual_norms
+from host_kernels import DeviceKernels
+from torch import nn
+
+import zclip_ext
+from zclip_ext import cuda, ops, watch
+
+INNER = {
+    "Adam": lambda p, fused: torch.optim.Adam(p, lr=0.1, amsgrad=True, fused=fused),
+    "AdamW": lambda p, fused: torch.optim.AdamW(p, lr=0.1, weight_decay=0.1, fused=fused),
+    "Adagrad": lambda p, fused: torch.optim.Adagrad(p, lr=0.1, fused=fused),
+    "SGD": lambda p, fused: torch.optim.SGD(p, lr=0.1, fused=fused),
+    "SGD with momentum": lambda p, fused: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=fused),
+}
+
+
+@pytest.fixture
+def device(monkeypatch):
+    monkeypatch.setattr(ops, "_compiled", DeviceKernels)
+    monkeypatch.setattr(cuda, "serves", lambda device: True)
+    monkeypatch.setattr(cuda, "device_of", lambda grads: torch.device("cpu"))
+    monkeypatch.setattr(cuda, "_stream", lambda device: 0)
+    monkeypatch.setattr(cuda, "_tickets", {})
+    monkeypatch.setattr(watch, "host_waits_for", lambda device: True)
+    monkeypatch.setattr(watch, "LOOK_EVERY", 10)  # 100 are slow here
+    host_kernels.launches()
+    yield
+    host_kernels.use()
+
+
+class Run:
+    def __init__(self, name="AdamW", *, fused=True, count=2, **options):
+        torch.manual_seed(0)
+        self.parameters = [nn.Parameter(torch.randn(5)) for _ in range(count)]
+        inner = INNER[name](self.parameters, fused)
+        self.optimizer = zclip_ext.ZClipOptimizer(inner, **{"warmup_steps": 3, **options})
+
+    def step(self, norm):
+        set_norm(self.parameters, norm)
+        self.optimizer.step()
+        return self.optimizer.zclip.last
+
+    def everything(self):
+        """Bits of the weights and of all that the optimizer keeps."""
+        state = self.optimizer.inner.state
+        kept = [state[p][key] for p in self.parameters for key in sorted(state[p])]
+        return [tensor.clone() for tensor in (*self.parameters, *kept) if tensor is not None]
+
+
+def equal(first, second):
+    return len(first) == len(second) and all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("name", INNER)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 300.0])
+def test_a_step_is_left_out_on_the_device(device, name, bad):
+    run, plain = (Run(name, on_spike="skip") for _ in range(2))
+    for norm in (1.0, 1.1, 0.9, 1.0):
+        run.step(norm)
+        plain.step(norm)
+    before = run.everything()
+    result = run.step(bad)
+    assert result.found_inf is not None
+    assert result.found_inf.item() == 1.0
+    assert not result.left_out  # the host was not told
+    assert run.optimizer.last_step_skipped
+    assert equal(run.everything(), before)
+    assert not hasattr(run.optimizer.inner, "found_inf")
+    # What follows is what had followed without it.
+    run.step(1.0)
+    plain.step(1.0)
+    assert not run.optimizer.last_step_skipped
+    assert equal(run.everything(), plain.everything())
+
+
+@pytest.mark.parametrize("name", INNER)
+def test_a_first_step_that_is_left_out_leaves_no_garbage(device, name):
+    run, plain = Run(name), Run(name)
+    # The host must be told where the optimizer would make its momentum of a step that is left out.
+    told = name == "SGD with momentum"
+    with pytest.warns(zclip_ext.ZClipWarning) if told else warnings.catch_warnings():
+        result = run.step(float("nan"))
+    assert result.left_out == told
+    assert run.optimizer.last_step_skipped
+    for norm in (1.0, 0.5):
+        run.step(norm)
+        plain.step(norm)
+    assert equal(run.everything(), plain.everything())
+
+
+def test_no_number_comes_to_the_host(device, monkeypatch):
+    run = Run(max_grad_norm=1.0)
+    for norm in (*usual_norms(), 10.0):
+        run.step(norm)
+
+    def forbidden(*arguments):
+        raise AssertionError("the host reads a number")
+
+    monkeypatch.setattr(watch, "LOOK_EVERY", 1000)  # a look reads a copy that is on the host
+    for method in ("item", "tolist", "__bool__", "__float__", "cpu", "numpy"):
+        monkeypatch.setattr(torch.Tensor, method, forbidden)
+    for norm in (1.0, 10.0, 0.0, float("nan"), 1.0):
+        run.step(norm)
+
+
+@pytest.mark.parametrize(
+    ("fused", "options"),
+    [(False, {}), (True, {"on_nonfinite": "raise"}), (False, {"on_nonfinite": "pass", "on_spike": "skip"})],
+)
+def test_else_the_host_reads_one_flag(device, fused, options):
+    run = Run(fused=fused, **options)
+    for norm in (1.0, 1.1, 0.9, 1.0):
+        assert run.step(norm).found_inf is None
+    if options.get("on_nonfinite") == "raise":
+        before = run.everything()
+        with pytest.raises(zclip_ext.NonFiniteGradientError):
+            run.step(float("nan"))
+    else:
+        before = run.everything()
+        with pytest.warns(zclip_ext.ZClipWarning, match="left out a step"):
+            result = run.step(300.0 if options else float("nan"))
+        assert result.left_out
+    assert equal(run.everything(), before)
+
+
+def test_where_nothing_is_left_out_nothing_is_read(device):
+    for options in ({"on_nonfinite": "pass"}, {"dry_run": True}):
+        run = Run(**options)
+        assert run.step(1.0).found_inf is None
+        before = run.everything()
+        run.step(2.0)
+        assert not run.optimizer.last_step_skipped
+        assert not equal(run.everything(), before)
+
+
+def test_the_user_hears_of_it_late(device):
+    run = Run()
+    for step in range(1, 41):
+        # Left out are steps 5, 15 and 16; looks are at 10, 20, ... and show what was at the look before.
+        said = {20: "left out a step: .* so far: 1", 30: "left out 2 steps: .* so far: 3"}.get(step)
+        with pytest.warns(zclip_ext.ZClipWarning, match=said) if said else warnings.catch_warnings():
+            run.step(float("nan") if step in (5, 15, 16) else 1.0)
+
+
+def test_gradients_that_are_never_finite_stop_the_run_late(device):
+    run = Run(max_consecutive_skips=5)
+    run.step(1.0)
+    before = run.everything()
+    for _ in range(2, 20):
+        run.step(float("nan"))
+    with (
+        pytest.warns(zclip_ext.ZClipWarning, match="left out 9 steps"),
+        pytest.raises(zclip_ext.NonFiniteGradientError, match="at step 10, steps left out in a row: 9"),
+    ):
+        run.step(float("nan"))
+    assert equal(run.everything(), before)
+
+
+def test_a_cap_that_decides_most_steps_is_told_late(device):
+    run = Run(max_grad_norm=0.5)
+    with pytest.warns(zclip_ext.ZClipWarning, match="max_grad_norm=0.5 scaled down 100% of the last steps"):
+        for _ in range(120):
+            run.step(1.0)
+
+
+def test_copies_of_a_run_look_for_themselves(device):
+    run = Run()
+    for step in range(15):
+        run.step(float("nan") if step == 3 else 1.0)
+    for copied in (copy.deepcopy(run), pickle.loads(pickle.dumps(run.optimizer))):
+        optimizer = copied.optimizer if isinstance(copied, Run) else copied
+        assert optimizer.zclip.metrics() == run.optimizer.zclip.metrics()
+        assert optimizer.zclip._watch._late._copy is None
+    loaded = Run()
+    loaded.optimizer.load_state_dict(run.optimizer.state_dict())
+    with warnings.catch_warnings():
+        for _ in range(30):  # what the other run left out is known from its checkpoint
+            loaded.step(1.0)
+
+
+def test_what_a_graph_can_and_cannot_hold(device, monkeypatch):
+    fused, plain, passing = Run(), Run(fused=False), Run(fused=False, on_nonfinite="pass")
+    for run in (fused, plain, passing):
+        run.step(1.0)
+    monkeypatch.setattr(cuda, "is_capturing", lambda: True)
+    for _ in range(2 * watch.LOOK_EVERY):
+        fused.step(1.0)
+        passing.step(1.0)
+    with pytest.raises(RuntimeError, match="which a CUDA graph can't. Put an optimizer with fused=True"):
+        plain.step(1.0)
+    assert plain.optimizer.zclip.metrics()["steps"] == 1
+
+
+def test_a_graph_has_tickets_of_its_own(device, monkeypatch):
+    run = Run()
+    run.step(1.0)
+    (ticket,) = cuda._tickets.values()
+    monkeypatch.setattr(cuda, "is_capturing", lambda: True)
+    seen = []
+    launch = DeviceKernels.local_sumsq_cuda
+    monkeypatch.setattr(
+        DeviceKernels,
+        "local_sumsq_cuda",
+        staticmethod(lambda grads, space, ticket, *rest: (seen.append(ticket), launch(grads, space, ticket, *rest))),
+    )
+    run.step(1.0)
+    assert seen[0] is not ticket
+    assert list(cuda._tickets.values()) == [ticket]
+
+
+def test_a_launch_that_failed_leaves_no_ticket(device):
+    run = Run()
+    run.step(1.0)
+    host_kernels.use(fails=True)
+    with pytest.raises(RuntimeError, match="a launch failed"):
+        run.step(1.0)
+    assert not cuda._tickets
+    host_kernels.use()
+    assert run.step(2.0).grad_norm.item() == pytest.approx(2.0)
+    assert [ticket.item() for ticket in cuda._tickets.values()] == [0]
+
+
+def test_steps_are_those_of_the_cpu(device, monkeypatch):
+    norms = [1.0, 1.1, 0.9, 1.0, 30.0, 1.0, 0.0, float("nan"), 2.0, 1.0]
+    run = Run(on_spike="clip", max_grad_norm=1.05)
+    records = [run.step(norm).record for norm in norms]
+    assert host_kernels.launches() == 3 * len(norms)
+    monkeypatch.undo()
+    plain = Run(on_spike="clip", max_grad_norm=1.05)
+    with pytest.warns(zclip_ext.ZClipWarning):
+        wanted = [plain.step(norm).record for norm in norms]
+    for ours, theirs in zip(records, wanted, strict=True):
+        assert torch.equal(ours.view(torch.int64), theirs.view(torch.int64))
+    assert equal(run.everything(), plain.everything())
