@@ -84,7 +84,7 @@ class Ranks:
                 self._known = list(parameters)
             except RuntimeError as error:
                 problem = str(error)
-        # When to check depends on the number of calls alone, which is the same on all ranks. A CUDA graph can't hold it.
+        # When to check depends on the number of calls alone, the same on all ranks. A CUDA graph can't hold it.
         if self._calls in CHECKED and dist.get_world_size(self.group) > 1 and not cuda.is_capturing():
             self._check(problem)
         elif problem is not None:
