@@ -6,10 +6,12 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import warnings
 import zipfile
 from pathlib import Path
 
 import pytest
+import torch
 
 import zclip_ext
 from zclip_ext import _build, _extension, ops, rule
@@ -165,6 +167,64 @@ def test_kernels_use_the_threads_of_torch():
         assert any("omp" in flag for flag in flags["link"])
 
 
+@pytest.mark.parametrize(
+    ("environment", "said"),
+    [
+        ({"ZCLIP_CUDA": "yes"}, "ValueError: ZCLIP_CUDA: got 'yes', allowed is '0', '1' or unset"),
+        ({"ZCLIP_CUDA": "1"}, "ImportError: ZCLIP_CUDA=1, but the extension could not be loaded: this torch is built"),
+    ],
+)
+def test_cuda_that_is_demanded_and_not_there_is_an_error(environment, said):
+    process = run(**environment)
+    _, error = process.communicate(timeout=300)
+    assert process.returncode != 0
+    assert said in error
+
+
+def test_a_card_without_a_toolkit_is_one_warning(monkeypatch):
+    monkeypatch.delenv("ZCLIP_BACKEND", raising=False)
+    monkeypatch.delenv("ZCLIP_CUDA", raising=False)
+    monkeypatch.setattr(_extension, "_sees_a_card", lambda: True)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setenv("CUDA_HOME", "/nowhere")
+    with pytest.warns(UserWarning, match=r"pure torch on CUDA: .*nvcc, of CUDA 13.0 as this torch\)"):
+        module = _extension.load()
+    assert module.fingerprint == ops._compiled.fingerprint
+    assert not module.cuda
+    monkeypatch.setenv("ZCLIP_CUDA", "0")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not _extension.load().cuda
+
+
+def test_a_binary_without_cuda_is_not_taken_for_one_with():
+    binary = _extension._cache_folder(cuda=False) / f"{_build.NAME}.so"
+    assert _extension._from_file(binary, cuda=False) is not None
+    assert _extension._from_file(binary, cuda=True) is None
+
+
+def test_cuda_code_is_built_for_the_cards_that_torch_runs_on(monkeypatch):
+    monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
+    monkeypatch.setattr(
+        torch.cuda, "get_arch_list", lambda: ["sm_50", "sm_80", "sm_120", "sm_90", "sm_90a", "compute_120"]
+    )
+    flags = _build.parameters(cuda=True)
+    assert flags["nvcc"][-4:] == [
+        "-gencode=arch=compute_80,code=sm_80",
+        "-gencode=arch=compute_90,code=sm_90",
+        "-gencode=arch=compute_120,code=sm_120",
+        "-gencode=arch=compute_120,code=compute_120",
+    ]
+    assert "--fmad=false" in flags["nvcc"]
+    assert {Path(source).name for source in flags["sources"]} >= {"norm_cuda.cu", "rule_cuda.cu", "norm_cpu.cpp"}
+    assert _build.key(cuda=True) != _build.key(cuda=False)
+    # Torch reads it by itself, and another choice is another build.
+    key = _build.key(cuda=True)
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0")
+    assert not any("arch" in flag for flag in _build.parameters(cuda=True)["nvcc"])
+    assert _build.key(cuda=True) != key
+
+
 def build_wheel(tmp_path, **environment):
     source = tmp_path / "source"
     wanted = ("zclip_ext", "csrc", "pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE")
@@ -196,7 +256,11 @@ def test_a_plain_wheel_needs_no_torch_and_ships_the_sources(cache, tmp_path):
     (tmp_path / "blocked" / "torch.py").write_text("raise ImportError('no torch at build time')\n")
     wheel, installed = build_wheel(tmp_path, PYTHONPATH=str(tmp_path / "blocked"), ZCLIP_PREBUILD="0")
     assert wheel.name.endswith("py3-none-any.whl")
-    assert {path.name for path in (installed / "zclip_ext" / "csrc").iterdir()} >= {"bindings.cpp", "zclip_rule.h"}
+    assert {path.name for path in (installed / "zclip_ext" / "csrc").iterdir()} >= {
+        "bindings.cpp",
+        "zclip_rule.h",
+        "rule_cuda.cu",
+    }
     # The same sources, so the binary in the cache is its own.
     fields, _ = outcome(run(path=installed, TORCH_EXTENSIONS_DIR=cache))
     assert fields[:3] == ["compiled", "0", "False"]
@@ -213,3 +277,5 @@ def test_a_prebuilt_wheel_needs_no_compiler(tmp_path):
 
 def test_backend_is_told():
     assert zclip_ext.backend() == "compiled"
+    assert zclip_ext.backend("cuda") == "torch"
+    assert zclip_ext.backend(torch.device("meta")) == "torch"
