@@ -75,15 +75,15 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("torch", type=Path, help="the folder that holds its include/ and lib/")
     torch = parser.parse_args().torch
-    nvcc = shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
+    build = build_module()
+    toolkit = build.toolkit()
     if not (torch / "lib" / "libtorch_cuda.so").exists():
         parser.error(f"argument torch: got {torch}, expected the folder torch/ of a CUDA build")
-    if not Path(nvcc).exists():
+    if toolkit is None:
         parser.error("nvcc is not there: install the CUDA toolkit")
-    build = build_module()
+    nvcc = toolkit / "bin" / "nvcc"
     parameters = build.parameters(cuda=True)
     compiler = os.environ.get("CXX", "c++")
-    toolkit = Path(nvcc).resolve().parent.parent
     generate = [f"-gencode=arch=compute_{number},code=sm_{number}" for number in CAPABILITIES]
     rows = []
     with tempfile.TemporaryDirectory() as folder:
@@ -102,8 +102,7 @@ def main():
             run(compiler, *flags, *include, "-c", source, "-o", target)
         binary = Path(folder) / f"{build.NAME}.so"
         libraries = [f"-L{torch / 'lib'}", "-lc10", "-ltorch", "-ltorch_cpu", "-ltorch_python"]
-        cudart = next(toolkit.glob("**/libcudart.so"))
-        run(compiler, "-shared", *objects, *libraries, cudart, "-fopenmp", "-o", binary)
+        run(compiler, "-shared", *objects, *parameters["link"], *libraries, "-lcudart", "-o", binary)
         system = [
             Path(run(compiler, f"-print-file-name={name}").strip())
             for name in (
@@ -115,7 +114,8 @@ def main():
                 "ld-linux-x86-64.so.2",
             )
         ]
-        absent = missing(binary, [*(torch / "lib").glob("lib*.so"), cudart, *system])
+        cudart = list(toolkit.glob("lib*/libcudart.so"))
+        absent = missing(binary, [*(torch / "lib").glob("lib*.so"), *cudart, *system])
         size = binary.stat().st_size
     print(f"{'kernel':24} sm  registers  stack  spilled  shared memory")
     for name, sm, registers, stack, spilled, shared in rows:

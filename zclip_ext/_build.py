@@ -45,6 +45,7 @@ def parameters(*, cuda: bool) -> dict[str, Any]:
         link_args += [f"-L{openmp.parent}", f"-l:{openmp.name}"]
     if cuda:
         compile_args.append("-DZCLIP_WITH_CUDA")
+        link_args += [f"-L{path}" for path in _libraries(toolkit() or Path())]
     return {
         "sources": [str(folder / source) for source in _CPU_SOURCES + (_CUDA_SOURCES if cuda else ())],
         "cxx": compile_args,
@@ -73,15 +74,31 @@ def fingerprint() -> str:
     return f"z{digest.hexdigest()[:16]}"  # one word, which needs no quotes on its way through the compiler
 
 
+def toolkit() -> Path | None:
+    """The folder of the CUDA toolkit: what ``CUDA_HOME`` names, else nvcc's, else the usual one.
+
+    The one on the PATH may be a link or a script that stands elsewhere than the toolkit's libraries.
+    """
+    home, found = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH"), shutil.which("nvcc")
+    folders = [Path(home)] if home else [Path("/usr/local/cuda")]
+    if not home and found is not None:
+        folders.insert(0, Path(found).resolve().parent.parent)
+    folders = [folder for folder in folders if (folder / "bin" / "nvcc").exists()]
+    return next((folder for folder in folders if _libraries(folder)), folders[0] if folders else None)
+
+
+def _libraries(folder: Path) -> list[Path]:
+    """Where a toolkit keeps the runtime to link against."""
+    return [path for name in ("lib64", "lib") if ((path := folder / name) / "libcudart.so").exists()]
+
+
 def why_not_cuda() -> str | None:
     """Why CUDA code can't be built here: no toolkit, or a torch that is for none. None where it can."""
     import torch
 
     if torch.version.cuda is None:
         return "this torch is built without CUDA"
-    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
-    places = [Path(home) / "bin"] if home else [*map(Path, os.get_exec_path()), Path("/usr/local/cuda/bin")]
-    if not any((place / "nvcc").exists() for place in places):
+    if toolkit() is None:
         return f"no CUDA toolkit was found: nvcc, of CUDA {torch.version.cuda} as this torch"
     return None
 
