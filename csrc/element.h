@@ -62,6 +62,11 @@ ZCLIP_INLINE float widen(Half x) {
 #endif
 }
 
+// 0 for zeros alone, also where the processor takes subnormal numbers for zeros.
+ZCLIP_INLINE uint32_t magnitude(float x) { return bits_as<uint32_t>(x) & 0x7fffffffu; }
+ZCLIP_INLINE uint32_t magnitude(Half x) { return x.bits & 0x7fffu; }
+ZCLIP_INLINE uint32_t magnitude(BFloat16 x) { return x.bits & 0x7fffu; }
+
 ZCLIP_INLINE void narrow(double value, double* out) { *out = value; }
 ZCLIP_INLINE void narrow(double value, float* out) { *out = static_cast<float>(value); }
 ZCLIP_INLINE void narrow(double value, BFloat16* out) {

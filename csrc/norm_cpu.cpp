@@ -65,6 +65,14 @@ ZCLIP_INLINE const float* as_floats(const T* x, int n, float* scratch) {
     return scratch;
 }
 
+// Whether all elements of a chunk are 0, as those of an embedding often are, and not just too small to be squared.
+template <class T>
+ZCLIP_INLINE bool is_zero(const T* x, int n) {
+    bool found = false;
+    for (int i = 0; i < n; ++i) found |= magnitude(x[i]) != 0;
+    return !found;
+}
+
 template <class T>
 ZCLIP_INLINE SumOfSquares sum_chunk(const T* x, int n) {
     alignas(64) float scratch[kChunk];
@@ -79,6 +87,7 @@ ZCLIP_INLINE SumOfSquares sum_chunk(const T* x, int n) {
     for (int i = 0; i < kLanes; ++i) sums[i] = lanes[i];
     fold<1, kLanes>(sums, kLanes);
     if (sums[0] >= kSmallestSafeSum && sums[0] <= kLargestSafeSum) return {sums[0], 0.0};
+    if (sums[0] == 0.0 && is_zero(x, n)) return {0.0, 0.0};
     return careful_chunk(x, n);
 }
 

@@ -53,8 +53,13 @@ struct Pack {
 
 // `address` is a multiple of 16.
 template <class T>
+__device__ uint4 load_words(const T* address) {
+    return *reinterpret_cast<const uint4*>(address);
+}
+
+template <class T>
 __device__ Pack<T> load(const T* address) {
-    const uint4 words = *reinterpret_cast<const uint4*>(address);
+    const uint4 words = load_words(address);
     Pack<T> pack;
     memcpy(&pack, &words, sizeof pack);
     return pack;
@@ -99,6 +104,12 @@ __device__ double fold_lanes(double* lanes, const Member& me) {
     return lanes[0];
 }
 
+template <class T>
+__device__ double fold_over_team(double value, const Member& me) {
+    for (int apart = kTeam<T> / 2; apart > 0; apart /= 2) value += __shfl_xor_sync(me.team, value, apart);
+    return value;
+}
+
 // What folding kRows values leaves at `first` when `width` are left: value(first) and the like, added up in that order.
 template <int width, class Value>
 __device__ double fold_rows(int first, const Value& value) {
@@ -123,12 +134,30 @@ __device__ SumOfSquares careful_chunk(const T* x, int n, const Member& me) {
             return value * value;
         });
     }
-    const double sum = fold_lanes<T>(lanes, me);
-    for (int apart = kTeam<T> / 2; apart > 0; apart /= 2) nonfinite += __shfl_xor_sync(me.team, nonfinite, apart);
-    return {sum, nonfinite};
+    return {fold_lanes<T>(lanes, me), fold_over_team<T>(nonfinite, me)};
 }
 
-// kWhole: n is kChunk, and x is a multiple of 16.
+// kWhole, here and below: n is kChunk, and x is a multiple of 16.
+//
+// Whether all elements of a chunk are 0, as those of an embedding often are, and not just too small to be squared. It
+// was read a moment ago.
+template <bool kWhole, class T>
+__device__ bool is_zero(const T* x, int n, const Member& me) {
+    unsigned found = 0;
+    const int first = me.index * kPack<T>;
+    if constexpr (kWhole) {
+#pragma unroll 8
+        for (int row = 0; row < kRows; ++row) {
+            const uint4 words = load_words(x + row * kLanes + first);
+            found |= words.x | words.y | words.z | words.w;
+        }
+        found &= sizeof(T) == 2 ? 0x7fff7fffu : 0x7fffffffu;  // all but the signs
+    } else {
+        for (int i = me.index; i < n; i += kTeam<T>) found |= magnitude(x[i]);
+    }
+    return fold_over_team<T>(found != 0 ? 1.0 : 0.0, me) == 0.0;
+}
+
 template <bool kWhole, class T>
 __device__ SumOfSquares sum_chunk(const T* x, int n, const Member& me) {
     if constexpr (!std::is_same_v<T, double>) {
@@ -154,6 +183,7 @@ __device__ SumOfSquares sum_chunk(const T* x, int n, const Member& me) {
         for (int i = 0; i < kPack<T>; ++i) sums[i] = lanes[i];
         const double sum = fold_lanes<T>(sums, me);
         if (sum >= kSmallestSafeSum && sum <= kLargestSafeSum) return {sum, 0.0};
+        if (sum == 0.0 && is_zero<kWhole>(x, n, me)) return {0.0, 0.0};
     }
     return careful_chunk(x, n, me);
 }
@@ -351,8 +381,8 @@ void sum_of_squares_cuda(const std::vector<Segment>& segments, double* workspace
     }
     int64_t first = 0;
     for_each_table(segments, [&](const auto& table) {
-        launch(queue, static_cast<unsigned>(table.blocks), kThreads, sum_blocks<table.kSize>, table, sums, first, count,
-               ticket, out);
+        launch(queue, static_cast<unsigned>(table.blocks), kThreads, sum_blocks<std::decay_t<decltype(table)>::kSize>,
+               table, sums, first, count, ticket, out);
         first += table.blocks;
     });
 }
@@ -362,7 +392,8 @@ void scale_cuda(std::vector<Segment> segments, const double* factor, const Queue
     drop_shared_memory(&segments);
     for_each_table(segments, [&](const auto& table) {
         const int64_t blocks = table.blocks < kMostScalingBlocks ? table.blocks : kMostScalingBlocks;
-        launch(queue, static_cast<unsigned>(blocks), kThreads, scale_blocks<table.kSize>, table, factor);
+        launch(queue, static_cast<unsigned>(blocks), kThreads, scale_blocks<std::decay_t<decltype(table)>::kSize>,
+               table, factor);
     });
 }
 

@@ -106,13 +106,13 @@ def test_the_backend_is_one_of_two():
 def test_where_it_is_built(tmp_path, monkeypatch):
     monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "deep" / "cache"))
-    assert _extension._cache_folder(cuda=False).parent == tmp_path / "deep" / "cache" / "zclip_ext"
+    assert _extension._binary(cuda=False).parent.parent == tmp_path / "deep" / "cache" / "zclip_ext"
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "chosen"))
-    assert _extension._cache_folder(cuda=False).parent == tmp_path / "chosen" / "zclip_ext"
+    assert _extension._binary(cuda=False).parent.parent == tmp_path / "chosen" / "zclip_ext"
     # Root may write anywhere, so a file stands where the folder should be.
     (tmp_path / "file").touch()
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "file"))
-    alone = [_extension._cache_folder(cuda=False) for _ in range(2)]
+    alone = [_extension._binary(cuda=False).parent for _ in range(2)]
     assert alone[0] != alone[1]
     for folder in alone:
         assert folder.stat().st_mode & 0o777 == 0o700
@@ -197,19 +197,55 @@ def test_a_card_without_a_toolkit_is_one_warning(monkeypatch):
         assert not _extension.load().cuda
 
 
+def test_a_toolkit_of_another_release_is_told(monkeypatch, tmp_path):
+    (tmp_path / "bin").mkdir()
+    nvcc = tmp_path / "bin" / "nvcc"
+    nvcc.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 12.4, V12.4.131'\n")
+    nvcc.chmod(0o755)
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert _build.why_not_cuda() == "the CUDA toolkit is of release 12, this torch of CUDA 13.0"
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    assert _build.why_not_cuda() is None
+
+
+def test_cuda_code_that_does_not_compile_costs_no_cpu_kernels(monkeypatch, tmp_path, capfd):
+    """Nor do the ranks of one launch try it one after another."""
+    monkeypatch.delenv("ZCLIP_BACKEND", raising=False)
+    monkeypatch.delenv("ZCLIP_CUDA", raising=False)
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setattr(_extension, "_sees_a_card", lambda: True)
+    monkeypatch.setattr(_build, "why_not_cuda", lambda: None)
+    # Where torch has no CUDA its JIT takes the sources all the same, and fails.
+    with pytest.warns(UserWarning, match="pure torch on CUDA"):
+        module = _extension.load()
+    assert not module.cuda
+    assert module.fingerprint == _build.fingerprint()
+    failure = _extension._binary(cuda=True).parent / "failed"
+    later = failure.stat().st_mtime + 1000  # as if another process had failed while this one waits
+    os.utime(failure, (later, later))
+    capfd.readouterr()
+    with pytest.raises(RuntimeError):
+        _extension._built(cuda=True)
+    assert "building" not in capfd.readouterr().err
+
+
 def test_a_binary_without_cuda_is_not_taken_for_one_with():
-    binary = _extension._cache_folder(cuda=False) / f"{_build.NAME}.so"
+    binary = _extension._binary(cuda=False)
     assert _extension._from_file(binary, cuda=False) is not None
     assert _extension._from_file(binary, cuda=True) is None
 
 
 def test_cuda_code_is_built_for_the_cards_that_torch_runs_on(monkeypatch):
     monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
-    monkeypatch.setattr(
-        torch.cuda, "get_arch_list", lambda: ["sm_50", "sm_80", "sm_120", "sm_90", "sm_90a", "compute_120"]
+    built_for, known = (
+        "sm_50 sm_80 sm_120 sm_90 sm_90a sm_100 compute_120",
+        "compute_50 compute_80 compute_90 compute_120",
     )
+    monkeypatch.setattr(torch._C, "_cuda_getArchFlags", lambda: built_for, raising=False)
+    monkeypatch.setattr(_build, "_nvcc", lambda question: known.replace(" ", "\n"))  # it doesn't know of 100
     flags = _build.parameters(cuda=True)
-    assert flags["nvcc"][-4:] == [
+    assert [flag for flag in flags["nvcc"] if "arch" in flag] == [
         "-gencode=arch=compute_80,code=sm_80",
         "-gencode=arch=compute_90,code=sm_90",
         "-gencode=arch=compute_120,code=sm_120",

@@ -236,6 +236,19 @@ def test_counts_what_is_not_finite(any_backend, dtype, bad, size):
     assert ops.local_sumsq([torch.ones(3), grad], CPU)[1] == (1 if size == 1 else 2)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_zeros_among_others_and_smallest_numbers(any_backend, dtype):
+    """A chunk of zeros is known as one, a chunk of numbers whose squares vanish in float32 is no such chunk."""
+    mixed = torch.zeros(20_001, dtype=dtype)
+    mixed[:3] = 2.0
+    mixed[5000] = -0.0
+    assert norm_of([mixed]) == math.sqrt(12.0)
+    tiny = torch.zeros(20_001, dtype=dtype)
+    tiny[-1] = max(torch.finfo(dtype).smallest_normal, 1e-150)
+    assert norm_of([tiny]) == pytest.approx(tiny[-1].abs().item(), rel=1e-15)
+    assert norm_of([torch.full((5000,), -0.0, dtype=dtype)]) == 0.0
+
+
 def test_chunks_whose_squares_leave_float32_are_not_called_infinite(any_backend):
     grad = torch.full((2048,), 3e19)  # each square is 9e38, above the largest float32
     sums = ops.local_sumsq([grad], CPU)

@@ -9,13 +9,16 @@ import functools
 import hashlib
 import os
 import platform
+import re
 import shutil
+import subprocess
 import sys
 import sysconfig
 from pathlib import Path
 from typing import Any
 
 NAME = "_zclip_C"
+NAME_WITH_CUDA = "_zclip_cuda_C"  # in the cache: one process may build both, and must not mistake them
 
 _PACKAGE = Path(__file__).resolve().parent
 _CPU_SOURCES = ("bindings.cpp", "norm_cpu.cpp")
@@ -43,22 +46,24 @@ def parameters(*, cuda: bool) -> dict[str, Any]:
         # The library that torch has loaded, so that its threads are used and no second pool is made.
         compile_args.append("-fopenmp")
         link_args += [f"-L{openmp.parent}", f"-l:{openmp.name}"]
+    nvcc_args = []
     if cuda:
+        nvcc_args = [*CUDA_FLAGS, *_architectures()]
         compile_args.append("-DZCLIP_WITH_CUDA")
         link_args += [f"-L{path}" for path in _libraries(toolkit() or Path())]
     return {
         "sources": [str(folder / source) for source in _CPU_SOURCES + (_CUDA_SOURCES if cuda else ())],
         "cxx": compile_args,
-        "nvcc": [*CUDA_FLAGS, *_architectures()] if cuda else [],
+        "nvcc": nvcc_args,
         "link": link_args,
     }
 
 
 def key(*, cuda: bool) -> str:
     """Names a build by all that it depends on."""
-    flags = parameters(cuda=cuda)
-    choices = (flags["cxx"], flags["nvcc"], flags["link"], os.environ.get("CXX", ""))
-    machine = (sysconfig.get_config_var("EXT_SUFFIX"), platform.machine(), os.environ.get("TORCH_CUDA_ARCH_LIST", ""))
+    names = ("CXX", *(("TORCH_CUDA_ARCH_LIST", "CUDA_HOME", "CUDA_PATH") if cuda else ()))
+    choices = (cuda, _openmp_of_torch(), [os.environ.get(name, "") for name in names])
+    machine = (sysconfig.get_config_var("EXT_SUFFIX"), platform.machine())
     return f"{fingerprint()}-{hashlib.sha256(repr((choices, machine)).encode()).hexdigest()[:8]}"
 
 
@@ -93,14 +98,22 @@ def _libraries(folder: Path) -> list[Path]:
 
 
 def why_not_cuda() -> str | None:
-    """Why CUDA code can't be built here: no toolkit, or a torch that is for none. None where it can."""
+    """Why CUDA code can't be built here: no toolkit, or a torch that is for none or another. None where it can."""
     import torch
 
     if torch.version.cuda is None:
         return "this torch is built without CUDA"
     if toolkit() is None:
         return f"no CUDA toolkit was found: nvcc, of CUDA {torch.version.cuda} as this torch"
+    release = re.search(r"release (\d+)", _nvcc("--version"))
+    if release is not None and release.group(1) != torch.version.cuda.split(".")[0]:
+        return f"the CUDA toolkit is of release {release.group(1)}, this torch of CUDA {torch.version.cuda}"
     return None
+
+
+def _nvcc(question: str) -> str:
+    command = [str((toolkit() or Path()) / "bin" / "nvcc"), question]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60).stdout
 
 
 def wanted_cuda() -> bool | None:
@@ -114,17 +127,23 @@ def wanted_cuda() -> bool | None:
 def _architectures() -> list[str]:
     """The flags that say what CUDA code is for; none where ``TORCH_CUDA_ARCH_LIST`` does, which torch reads.
 
-    All that torch itself runs on: a build that looked at the cards of this machine only would not run on the next one
-    that shares the cache. The last is added as PTX too, for cards to come.
+    All that torch itself runs on and nvcc knows: a build that looked at the cards of this machine only would not run on
+    the next one that shares the cache. The last is added as PTX too, for cards to come.
     """
-    import torch
-
     if os.environ.get("TORCH_CUDA_ARCH_LIST"):
         return []
-    names = [name.removeprefix("sm_") for name in torch.cuda.get_arch_list() if name.startswith("sm_")]
-    numbers = sorted(number for name in names if name.isdigit() and (number := int(name)) >= OLDEST_CAPABILITY)
+    known = set(re.findall(r"compute_(\d+)\b", _nvcc("--list-gpu-arch")))
+    numbers = sorted(int(number) for number in _capabilities_of_torch() & known if int(number) >= OLDEST_CAPABILITY)
     flags = [f"-gencode=arch=compute_{number},code=sm_{number}" for number in numbers]
     return flags + [f"-gencode=arch=compute_{number},code=compute_{number}" for number in numbers[-1:]]
+
+
+def _capabilities_of_torch() -> set[str]:
+    """Without starting CUDA, as torch.cuda.get_arch_list() did up to 2.7."""
+    import torch
+
+    built_for = getattr(torch._C, "_cuda_getArchFlags", str)()
+    return set(re.findall(r"sm_(\d+)\b", built_for or ""))
 
 
 def _openmp_of_torch() -> Path | None:

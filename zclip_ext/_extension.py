@@ -82,7 +82,7 @@ def _from_file(path: Path, *, cuda: bool) -> ModuleType | None:
     """
     import torch  # noqa: F401  (the libraries that the extension links to)
 
-    spec = importlib.util.spec_from_file_location(f"zclip_ext.{_build.NAME}", path)
+    spec = importlib.util.spec_from_file_location(f"zclip_ext.{path.name.split('.')[0]}", path)
     assert spec is not None
     assert spec.loader is not None
     try:
@@ -100,8 +100,8 @@ def _prebuilt(*, cuda: bool) -> ModuleType | None:
 
 def _built(*, cuda: bool) -> ModuleType:
     """From the cache, or built into it: by one process, while others that import at the same time wait for it."""
-    folder = _cache_folder(cuda=cuda)
-    binary = folder / f"{_build.NAME}.so"
+    binary = _binary(cuda=cuda)
+    folder, arrived = binary.parent, time.time()
     module = _from_file(binary, cuda=cuda) if binary.exists() else None
     if module is not None:
         return module
@@ -111,7 +111,17 @@ def _built(*, cuda: bool) -> ModuleType:
     with _one_at_a_time(folder / "lock"):
         # Another process may have built it by now. One that is there and doesn't load is built again.
         module = _from_file(binary, cuda=cuda) if binary.exists() else None
-        return module if module is not None else _build_into(binary, cuda=cuda)
+        if module is not None:
+            return module
+        failure = folder / "failed"
+        if failure.exists() and failure.stat().st_mtime >= arrived:  # while this one waited: it would fail here too
+            raise RuntimeError(failure.read_text())
+        try:
+            return _build_into(binary, cuda=cuda)
+        except Exception as reason:
+            with contextlib.suppress(OSError):
+                failure.write_text(str(reason))
+            raise
 
 
 def _build_into(binary: Path, *, cuda: bool) -> ModuleType:
@@ -123,7 +133,7 @@ def _build_into(binary: Path, *, cuda: bool) -> ModuleType:
     parameters = _build.parameters(cuda=cuda)
     with tempfile.TemporaryDirectory(dir=binary.parent) as scratch, _ninja_on_path():
         module: ModuleType = cpp_extension.load(
-            name=_build.NAME,
+            name=binary.stem,
             sources=parameters["sources"],
             extra_cflags=parameters["cxx"],
             extra_cuda_cflags=parameters["nvcc"],
@@ -132,7 +142,7 @@ def _build_into(binary: Path, *, cuda: bool) -> ModuleType:
             with_cuda=cuda,
         )
         # Renaming is atomic: a process without the lock sees the whole file or none.
-        os.replace(Path(scratch) / f"{_build.NAME}.so", binary)
+        os.replace(Path(scratch) / binary.name, binary)
     print(f"zclip_ext: built in {time.perf_counter() - start:.1f} s", file=sys.stderr, flush=True)
     return module
 
@@ -159,7 +169,13 @@ def _one_at_a_time(path: Path) -> Iterator[None]:
         yield
 
 
-def _cache_folder(*, cuda: bool) -> Path:
+def _binary(*, cuda: bool) -> Path:
+    """Where the cache has this build, or is to have it."""
+    name = _build.NAME_WITH_CUDA if cuda else _build.NAME
+    return _cache_folder(f"{name}.so", cuda=cuda) / f"{name}.so"
+
+
+def _cache_folder(name: str, *, cuda: bool) -> Path:
     """This build's folder, which can be written: in TORCH_EXTENSIONS_DIR where set, as for any extension of torch; else
     in the user's cache; else a new one for this process alone.
     """
@@ -167,7 +183,7 @@ def _cache_folder(*, cuda: bool) -> Path:
     folder = Path(root) / "zclip_ext" / _build.key(cuda=cuda)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if (folder / f"{_build.NAME}.so").exists():
+        if (folder / name).exists():
             return folder
         with open(folder / "lock", "a"):
             return folder

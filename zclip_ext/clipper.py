@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import checkpoint, gradients, ops, rule, telemetry
+from . import checkpoint, cuda, gradients, ops, rule, telemetry
 from .config import ZClipConfig
 from .distributed import Ranks, Share, SharedBy
 from .result import ClipResult
@@ -60,8 +60,13 @@ class ZClip:
         self.start_from(rule.new_state(self.config))
 
     def start_from(self, numbers: list[float]) -> None:
-        """Takes a whole state, as :mod:`zclip_ext.checkpoint` loads it."""
-        self._state = torch.tensor(numbers, dtype=torch.float64, device="cpu")
+        """Takes a whole state, as :mod:`zclip_ext.checkpoint` loads it.
+
+        Into the memory that it has: a CUDA graph may write there.
+        """
+        state = torch.tensor(numbers, dtype=torch.float64, device="cpu")
+        before = getattr(self, "_state", state)
+        self._state = before.copy_(state) if before.shape == state.shape else state
         self._watch = Watch(self.config, self._fields())
         self.last: ClipResult | None = None
 
@@ -177,7 +182,7 @@ class ZClip:
         z-score above 1.
         """
         state = self._fields()
-        self._watch.caps.look(state)
+        self._watch.tell(state, self._ranks.group)
         return telemetry.metrics(state, self.config)
 
     def state_dict(self) -> dict[str, Any]:
@@ -208,7 +213,8 @@ class ZClip:
         return rule.fields(self._state.tolist())
 
     def _without_gradients(self, parameters: list[Tensor], sums: Tensor) -> None:
-        if bool(sums[0] != 0):  # other ranks have some
+        # Other ranks may have some. A CUDA graph can't say.
+        if cuda.is_capturing() or bool(sums[0] != 0):
             return
         gradients.check_without_gradients(parameters)
         before, self._hooked_versions = self._hooked_versions, gradients.hooked_versions(parameters)

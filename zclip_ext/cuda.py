@@ -5,19 +5,25 @@ Each puts its work on the device's current stream and returns: nothing is copied
 
 from __future__ import annotations
 
+import functools
+import threading
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ._build import OLDEST_CAPABILITY
+
 # What the last thread block of a sum knows itself by: a zero before and after, so one for each stream will do.
 _tickets: dict[tuple[int, int], Tensor] = {}
+_one_at_a_time = threading.Lock()  # several launches of one sum must not mix with another thread's on the same stream
 
 
 def is_capturing() -> bool:
     """Whether what runs now is recorded into a CUDA graph: it can't come to the host."""
-    has_cuda = torch.version.cuda is not None or torch.version.hip is not None
-    return has_cuda and torch.cuda.is_current_stream_capturing()
+    # Where CUDA hasn't been started, asking would start it, or fail for want of a driver.
+    started: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return started and torch.cuda.is_current_stream_capturing()
 
 
 def serves(device: torch.device) -> bool:
@@ -30,21 +36,30 @@ def device_of(grads: Any) -> torch.device:
     return torch.device("cpu") if grads.place < 0 else torch.device("cuda", grads.place)
 
 
+def runs_kernels(grads: Any) -> bool:
+    """Whether the kernels are built for where the gradients of a handle are."""
+    return grads.place < 0 or _is_new_enough(grads.place)
+
+
+@functools.cache
+def _is_new_enough(device: int) -> bool:
+    major, _ = torch.cuda.get_device_capability(device)
+    return major >= OLDEST_CAPABILITY // 10
+
+
 def local_sumsq(kernels: Any, grads: Any, out: Tensor) -> None:
     """See :func:`zclip_ext.ops.local_sumsq`. ``kernels``: the extension; ``grads``: a handle of it."""
     stream = _stream(out.device)
     workspace = torch.empty(kernels.workspace(grads), dtype=torch.float64, device=out.device)
     place = (grads.place, stream)
-    ticket = _tickets.get(place)
-    if ticket is None or is_capturing():  # a graph has memory of its own
-        ticket = torch.zeros(1, dtype=torch.int32, device=out.device)
-    try:
+    with _one_at_a_time:
+        # One whose launches failed may have counted some, so it is back only after they didn't. A graph has its own.
+        ticket = _tickets.pop(place, None) if not is_capturing() else None
+        if ticket is None:
+            ticket = torch.zeros(1, dtype=torch.int32, device=out.device)
         kernels.local_sumsq_cuda(grads, workspace, ticket, out, stream)
-    except RuntimeError:
-        _tickets.pop(place, None)  # it may have counted some
-        raise
-    if not is_capturing():
-        _tickets[place] = ticket
+        if not is_capturing():
+            _tickets[place] = ticket
 
 
 def decide_(kernels: Any, sums: Tensor, state: Tensor, config: Tensor, record: Tensor, left_out: Tensor | None) -> None:

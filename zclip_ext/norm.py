@@ -49,7 +49,7 @@ def sum_of_squares(tensors: Sequence[Tensor], out: Tensor) -> None:
     for indices in small.values():
         for begin in range(0, len(indices), _ROWS_AT_ONCE):
             group = indices[begin : begin + _ROWS_AT_ONCE]
-            positions = torch.tensor([blocks_before[index] for index in group], device=out.device)
+            positions = _on_device([blocks_before[index] for index in group], out.device)
             sums[:, positions] = _chunks(_as_rows([flats[index] for index in group]))
     out.copy_(_fold(sums))
 
@@ -143,9 +143,15 @@ def _padded(values: Tensor, multiple: int) -> Tensor:
     return torch.nn.functional.pad(values, (0, missing)) if missing else values
 
 
+def _on_device(numbers: list[int], device: torch.device) -> Tensor:
+    """Whole numbers; from pinned memory to a CUDA device, since a copy from elsewhere is waited for."""
+    there = torch.tensor(numbers, device="cpu", pin_memory=device.type == "cuda")
+    return there.to(device, non_blocking=True)
+
+
 def _as_rows(flats: list[Tensor]) -> Tensor:
     """Tensors of at most one chunk as rows, zeros behind each."""
-    sizes = torch.tensor([[flat.numel()] for flat in flats], device=flats[0].device)
+    sizes = _on_device([flat.numel() for flat in flats], flats[0].device).unsqueeze(-1)
     width = max(flat.numel() for flat in flats)
     filled = torch.arange(width, device=flats[0].device) < sizes
     rows = torch.zeros(filled.shape, dtype=flats[0].dtype, device=flats[0].device)

@@ -21,7 +21,7 @@ _compiled: Any = _extension.load()
 def backend(device: torch.device | str = "cpu") -> str:
     """``"compiled"`` where the extension's kernels run for gradients on a device, ``"torch"`` where pure torch does.
 
-    On CUDA both adapt without the host; torch reads the gradients several times.
+    On CUDA both adapt without the host; torch reads the gradients several times, and can't be captured into a graph.
     """
     place = torch.device(device)
     has_kernels = _has_cuda() if cuda.serves(place) else _compiled is not None and place.type == "cpu"
@@ -47,7 +47,7 @@ Gradients: TypeAlias = Any
 
 def collect(parameters: list[Tensor]) -> Gradients:
     """The gradients that are there, for the other operations."""
-    gathered = _compiled.gather(parameters, True) if _compiled is not None else None
+    gathered = _gather(parameters, are_parameters=True)
     if gathered is not None:
         return gathered
     return [grad for parameter in parameters if (grad := parameter.grad) is not None]
@@ -55,8 +55,14 @@ def collect(parameters: list[Tensor]) -> Gradients:
 
 def of(tensors: list[Tensor]) -> Gradients:
     """Gradients that are at hand already, for the other operations."""
-    gathered = _compiled.gather(tensors, False) if _compiled is not None else None
+    gathered = _gather(tensors, are_parameters=False)
     return tensors if gathered is None else gathered
+
+
+def _gather(objects: list[Tensor], *, are_parameters: bool) -> Any:
+    """A handle of the extension; None where its kernels can't take what is there as it stands."""
+    gathered = _compiled.gather(objects, are_parameters) if _compiled is not None else None
+    return gathered if gathered is not None and cuda.runs_kernels(gathered) else None
 
 
 def local_sumsq(grads: Gradients, device: torch.device) -> Tensor:
@@ -144,6 +150,8 @@ def _sumsq(grads: Gradients, device: torch.device) -> Tensor:
 
 
 def _scale(grads: Gradients, scale: Tensor) -> None:
+    if not len(grads):  # nor may a number that nobody needs be waited for
+        return
     if isinstance(grads, list):
         norm.scale_(grads, scale)
     elif cuda.serves(cuda.device_of(grads)):

@@ -104,8 +104,8 @@ class ZClipOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        parameters = gradients.held_by(self.inner)
-        result = self.zclip.clip(parameters, self.model, on_device=heeds_found_inf(self.inner, len(parameters)))
+        on_device = heeds_found_inf(self.inner)
+        result = self.zclip.clip(gradients.held_by(self.inner), self.model, on_device=on_device)
         if not result.left_out:
             named = {name: value for name, value in kwargs.items() if name != "closure"}
             with _flagged(self.inner, result.found_inf):
@@ -219,16 +219,15 @@ class ZClipOptimizer(Optimizer):
         return f"ZClipOptimizer({type(self.inner).__name__}, {self.zclip!r})"
 
 
-def heeds_found_inf(optimizer: Optimizer, parameters: int) -> bool:
-    """Whether an optimizer of so many parameters leaves a step out where its attribute ``found_inf`` is 1.
+def heeds_found_inf(optimizer: Optimizer) -> bool:
+    """Whether an optimizer leaves a step out where its attribute ``found_inf`` is 1; the same on all ranks.
 
-    Those with ``fused=True`` do, as ``GradScaler`` asks of them. But fused SGD that leaves out the step that makes its
-    momentum makes it of what memory holds (torch 2.13).
+    Those with ``fused=True`` do, as ``GradScaler`` asks of them. But where fused SGD leaves out the step that makes its
+    momentum, it makes it of what memory holds (torch 2.13).
     """
     if not getattr(optimizer, "_step_supports_amp_scaling", False):
         return False
-    has_momentum = any(group.get("momentum", 0.0) != 0.0 for group in optimizer.param_groups)
-    return not has_momentum or len(optimizer.state) == parameters
+    return not any(group.get("momentum", 0.0) for group in optimizer.param_groups)
 
 
 @contextlib.contextmanager

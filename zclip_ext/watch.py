@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from . import cuda, rule, telemetry
+from . import cuda, ops, rule, telemetry
 from .config import ZClipConfig
 from .distributed import is_first
 from .result import ClipResult
@@ -33,7 +33,7 @@ class Watch:
     """
 
     def __init__(self, config: ZClipConfig, state: dict[str, float]) -> None:
-        self.caps = telemetry.CapWatch(
+        self._caps = telemetry.CapWatch(
             None if config.dry_run else config.max_grad_norm, state["steps"], state["capped"]
         )
         self._config = config
@@ -54,8 +54,12 @@ class Watch:
             if config.may_leave_out and not on_device:
                 raise RuntimeError(
                     "ZClip would have to tell the host whether to leave the step out, which a CUDA graph can't. Put an "
-                    "optimizer with fused=True into ZClipOptimizer, with another on_nonfinite than 'raise'; or choose "
-                    "on_nonfinite='pass' and on_spike='clip'"
+                    "optimizer with fused=True and capturable=True into ZClipOptimizer (SGD: without momentum), with "
+                    "another on_nonfinite than 'raise'; or choose on_nonfinite='pass' and on_spike='clip'"
+                )
+            if ops.backend(device) != "compiled":
+                raise RuntimeError(
+                    "a CUDA graph can't hold a step of ZClip in pure torch: it takes the compiled kernels"
                 )
             if state.device != device:
                 raise RuntimeError("take a step with ZClip before you capture one: its state is not on the device yet")
@@ -76,11 +80,20 @@ class Watch:
             if verdict != rule.STEP:
                 self._leave_out(result, rule.fields(state.tolist()), group, stop=verdict == rule.RAISE_ERROR)
         if not waits:
-            if self.caps.is_due(self._steps):
-                self.caps.look(rule.fields(state.tolist()))
+            if self._caps.is_due(self._steps):
+                self._caps.look(rule.fields(state.tolist()))
         # Depends on the number of steps alone: all ranks raise at the same.
         elif self._steps % LOOK_EVERY == 0 and not cuda.is_capturing():
             self._look_back(state, group)
+
+    def tell(self, state: dict[str, float], group: Any) -> None:
+        """Warns of what a state shows and nobody has been told of."""
+        self._caps.look(state)
+        new = state["skipped"] - self._told
+        if new > 0:
+            self._told = state["skipped"]
+            if is_first(group):
+                telemetry.warn_of_late_skips(int(new), int(state["skipped"]))
 
     def _leave_out(self, result: ClipResult, state: dict[str, float], group: Any, *, stop: bool) -> None:
         result.left_out = True
@@ -95,12 +108,7 @@ class Watch:
         if numbers is None:
             return
         then = rule.fields(numbers)
-        self.caps.look(then)
-        new = then["skipped"] - self._told
-        if new > 0:
-            self._told = then["skipped"]
-            if is_first(group):
-                telemetry.warn_of_late_skips(int(new), int(then["skipped"]))
+        self.tell(then, group)
         limit = self._config.max_consecutive_skips
         if limit is not None and then["consecutive_skips"] > limit:
             self._raise(then)
@@ -127,7 +135,7 @@ class LateNumbers:
         """
         before = None
         if self._copy is None:
-            self._copy = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=numbers.is_cuda)
+            self._copy = torch.empty(numbers.shape, dtype=numbers.dtype, device="cpu", pin_memory=numbers.is_cuda)
         else:
             if self._arrived is not None:
                 self._arrived.synchronize()
