@@ -77,6 +77,38 @@ def test_extreme_values(value):
     assert equal(sums_of([tensor.to(CUDA)]), sums_of([tensor]))
 
 
+@pytest.mark.parametrize("size", [2**31 - 1, 2**31, 2**31 + 1])
+def test_p46_more_elements_than_a_32_bit_number_counts(size):
+    if torch.cuda.mem_get_info()[0] < 6 * 2**30:
+        pytest.fail("6 GiB of GPU memory are needed")
+    ones = torch.ones(size, dtype=torch.bfloat16, device=CUDA)
+    assert sums_of([ones]).tolist() == [size, 0.0]
+    ops.scale_([ones], torch.tensor(0.5, dtype=torch.float64, device=CUDA))
+    assert ones[-1].item() == 0.5
+
+
+def test_zeros_among_others():
+    mixed = torch.zeros(1_000_003, dtype=torch.float32)
+    mixed[::70_000] = 3.0
+    mixed[5] = 1e-38
+    assert equal(sums_of([mixed.to(CUDA)]), sums_of([mixed]))
+    assert not sums_of([torch.full((5000,), -0.0, device=CUDA)]).any()
+
+
+def test_pure_torch_waits_for_nothing_either(monkeypatch):
+    monkeypatch.setattr(ops, "_compiled", None)
+    run = Run()
+    for _ in range(3):
+        run.step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for factor in FACTORS:
+            run.step(factor)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert run.optimizer.zclip.metrics()["nonfinite"] == 1
+
+
 def test_half_precision_of_every_pattern():
     patterns = torch.arange(65536, dtype=torch.int32).to(torch.int16)
     for dtype in (torch.float16, torch.bfloat16):
@@ -94,7 +126,7 @@ def test_thousands_of_tensors_of_all_kinds():
     assert equal(sums_of(on_device), sums_of(tensors))
 
 
-def test_same_bits_every_time():
+def test_p49_same_bits_every_time():
     tensors = [some(torch.bfloat16, size, seed=size)[1].to(CUDA) for size in (30_000_001, 7, 500_000)]
     first = bits(sums_of(tensors))
     assert all(torch.equal(bits(sums_of(tensors)), first) for _ in range(50))
@@ -153,7 +185,7 @@ def same(first, second):
 
 
 @pytest.mark.parametrize("options", [{}, {"max_grad_norm": 0.1}, {"on_spike": "skip"}])
-def test_a_step_waits_for_nothing(options):
+def test_p52_a_step_waits_for_nothing(options):
     run = Run(**options)
     for _ in range(3):
         run.step()
@@ -190,7 +222,7 @@ def test_without_fused_the_host_reads_one_flag():
     assert same(run.everything()[:-1], before)
 
 
-def test_three_launches_for_a_thousand_tensors():
+def test_p55_three_launches_for_a_thousand_tensors():
     parameters = [nn.Parameter(torch.zeros(50, device=CUDA)) for _ in range(1000)]
     for parameter in parameters:
         parameter.grad = torch.full_like(parameter, 0.01)
@@ -206,7 +238,7 @@ def test_three_launches_for_a_thousand_tensors():
     assert not any(name.startswith("Memcpy") for name in launched), launched
 
 
-def test_a_normal_step_takes_next_to_no_memory():
+def test_p56_a_normal_step_takes_next_to_no_memory():
     parameters = [nn.Parameter(torch.zeros(10_000_000, dtype=torch.bfloat16, device=CUDA)) for _ in range(10)]
     for parameter in parameters:
         parameter.grad = torch.full_like(parameter, 1e-4)
@@ -218,7 +250,7 @@ def test_a_normal_step_takes_next_to_no_memory():
     assert torch.cuda.max_memory_allocated() - before < 1 << 20
 
 
-def test_a_captured_step_adapts_when_it_is_replayed():
+def test_p53_a_captured_step_adapts_when_it_is_replayed():
     eager, captured = Run(capturable=True), Run(capturable=True)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -243,7 +275,7 @@ def test_a_captured_step_adapts_when_it_is_replayed():
     assert metrics["nonfinite"] == 1
 
 
-def test_what_a_graph_cannot_hold_is_named():
+def test_p53_what_a_graph_cannot_hold_is_named():
     run = Run(fused=False, capturable=True)
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
@@ -253,7 +285,7 @@ def test_what_a_graph_cannot_hold_is_named():
         run.work()
 
 
-def test_other_streams_and_threads_of_work():
+def test_p48_other_streams():
     wanted = None
     for stream in [torch.cuda.current_stream(), *(torch.cuda.Stream() for _ in range(3))]:
         stream.wait_stream(torch.cuda.current_stream())
@@ -281,7 +313,7 @@ def test_two_trackers_on_two_streams_at_once():
         assert all(torch.equal(bits(one), wanted[index]) for one in sums)
 
 
-def test_gradients_on_the_cpu_and_on_the_device():
+def test_p66_gradients_on_the_cpu_and_on_the_device():
     here, there = nn.Parameter(torch.zeros(1000)), nn.Parameter(torch.zeros(3000, device=CUDA))
     both = zclip_ext.ZClip(max_grad_norm=1.0), zclip_ext.ZClip(max_grad_norm=1.0)
     for order, zclip in zip(([here, there], [there, here]), both, strict=True):
@@ -294,7 +326,7 @@ def test_gradients_on_the_cpu_and_on_the_device():
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")
-def test_a_model_on_two_devices():
+def test_p48_a_model_on_two_devices():
     parameters = [nn.Parameter(torch.zeros(5000, device=f"cuda:{index % 2}")) for index in range(4)]
     for parameter in parameters:
         parameter.grad = torch.full_like(parameter, 0.1)
