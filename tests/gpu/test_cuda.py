@@ -20,6 +20,8 @@ import zclip_ext
 from zclip_ext import norm, ops, rule
 
 CUDA = torch.device("cuda", 0)
+# Of steps that are left out on purpose.
+pytestmark = pytest.mark.filterwarnings("ignore::zclip_ext.ZClipWarning")
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128]
 SIZES = [1, 2, 63, 64, 65, 2047, 2048, 2049, 131072, 131073, 3_000_001]
 
@@ -351,6 +353,25 @@ def test_in_a_process_group(backend, tmp_path):
     finally:
         dist.destroy_process_group()
     assert same(run.everything(), alone.everything())
+
+
+def one_of_two(rank, folder):
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    run = Run()
+    for factor in FACTORS:
+        run.step(factor)
+    run.optimizer.zclip.check_consistency()
+    torch.save(run.everything(), f"{folder}/{rank}")
+    dist.destroy_process_group()
+
+
+def test_two_ranks_on_one_device(tmp_path):
+    alone = Run()
+    for factor in FACTORS:
+        alone.step(factor)
+    torch.multiprocessing.spawn(one_of_two, (tmp_path,), nprocs=2)
+    for rank in range(2):
+        assert same(torch.load(tmp_path / str(rank)), alone.everything())
 
 
 def test_amp_with_a_grad_scaler():
