@@ -29,7 +29,7 @@ part() { # NAME SECONDS COMMAND...: its output goes to the screen and to NAME.lo
     return "$code"
 }
 
-part machine 30 "$PYTHON" -c "
+part machine 20 "$PYTHON" -c "
 import torch
 assert torch.cuda.is_available(), 'torch sees no GPU'
 for index in range(torch.cuda.device_count()):
@@ -41,12 +41,12 @@ if [ -z "${TORCH_CUDA_ARCH_LIST:-}" ]; then
     TORCH_CUDA_ARCH_LIST=$("$PYTHON" -c "import torch; print('%d.%d' % torch.cuda.get_device_capability())")
     export TORCH_CUDA_ARCH_LIST
 fi
-part build 90 "$PYTHON" -c "import zclip_ext; print(zclip_ext.backend('cuda'))" || exit 1
+part build 80 "$PYTHON" -c "import zclip_ext; print(zclip_ext.backend('cuda'))" || exit 1
 part tests 90 "$PYTHON" -m pytest tests/gpu -p no:cacheprovider
 part time 90 "$PYTHON" benchmarks/step_time.py --device cuda --rounds 11 --out "$OUT"
 if command -v compute-sanitizer >/dev/null; then
     for tool in memcheck racecheck; do
-        part "$tool" 40 compute-sanitizer --tool "$tool" --error-exitcode 9 "$PYTHON" -m pytest tests/gpu \
+        part "$tool" 30 compute-sanitizer --tool "$tool" --error-exitcode 9 "$PYTHON" -m pytest tests/gpu \
             -p no:cacheprovider -k "usual_spike or (bits_of_the_cpu and 2049)"
     done
 fi

@@ -33,7 +33,6 @@ def device(monkeypatch):
     monkeypatch.setattr(cuda, "device_of", lambda grads: torch.device("cpu"))
     monkeypatch.setattr(cuda, "_stream", lambda device: 0)
     monkeypatch.setattr(cuda, "_tickets", {})
-    monkeypatch.setattr(cuda, "runs_kernels", lambda grads: True)
     monkeypatch.setattr(watch, "host_waits_for", lambda device: True)
     monkeypatch.setattr(watch, "LOOK_EVERY", 10)  # 100 are slow here
     host_kernels.launches()
@@ -152,10 +151,58 @@ def test_where_nothing_is_left_out_nothing_is_read(device):
 def test_the_user_hears_of_it_late(device):
     run = Run()
     for step in range(1, 41):
-        # Left out are steps 5, 15 and 16; looks are at 10, 20, ... and show what was at the look before.
-        said = {20: "left out a step: .* so far: 1", 30: "left out 2 steps: .* so far: 3"}.get(step)
+        # Left out are step 5 and steps 11 to 19; looks are at 10, 20, ... and show what was at the look before.
+        said = {20: "left out a step: .* so far: 1", 30: "left out 9 steps: .* so far: 10"}.get(step)
         with pytest.warns(zclip_ext.ZClipWarning, match=said) if said else warnings.catch_warnings():
-            run.step(float("nan") if step in (5, 15, 16) else 1.0)
+            run.step(float("nan") if step == 5 or 11 <= step <= 19 else 1.0)
+
+
+def test_late_warnings_are_as_rare_as_others(device):
+    run = Run()
+    said = []
+    for step in range(1, 121):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            run.step(1.0 if step % 2 else float("nan"))
+        said += [str(warning.message) for warning in caught]
+    # 5 at the look at 20, 10 at 30, 50 at 110.
+    assert [text.split("so far: ")[1] for text in said] == ["5)", "10)"]
+
+
+def test_a_run_that_recovered_goes_on(device):
+    run = Run(max_consecutive_skips=5)
+    with pytest.warns(zclip_ext.ZClipWarning, match="left out 8 steps"):
+        for step in range(1, 31):
+            run.step(float("nan") if 3 <= step <= 10 else 1.0)
+
+
+@pytest.mark.parametrize("where", ["cpu", "device"])
+def test_a_dry_run_leaves_nothing_out_and_says_nothing(where, request):
+    if where == "device":
+        request.getfixturevalue("device")
+    run = Run(dry_run=True, max_consecutive_skips=3)
+    for _ in range(30):
+        run.step(float("nan"))
+    assert run.optimizer.zclip.metrics()["nonfinite"] == 30
+
+
+def test_an_error_is_not_told_twice():
+    run = Run(on_nonfinite="raise")
+    with pytest.raises(zclip_ext.NonFiniteGradientError):
+        run.step(float("nan"))
+    assert run.optimizer.zclip.metrics()["skipped"] == 1
+
+
+def test_an_optimizer_that_is_no_longer_fused(device):
+    run = Run()
+    run.step(1.0)
+    run.optimizer.load_state_dict(Run(fused=False).optimizer.state_dict())
+    assert run.step(1.0).found_inf is None
+
+
+def test_gradients_on_two_kinds_of_device_are_told_to_the_host(device, monkeypatch):
+    monkeypatch.setattr(ops, "kinds_of_device", lambda grads: {"cpu", "cuda"})
+    assert Run().step(1.0).found_inf is None
 
 
 def test_gradients_that_are_never_finite_stop_the_run_late(device):
@@ -166,7 +213,7 @@ def test_gradients_that_are_never_finite_stop_the_run_late(device):
         run.step(float("nan"))
     with (
         pytest.warns(zclip_ext.ZClipWarning, match="left out 9 steps"),
-        pytest.raises(zclip_ext.NonFiniteGradientError, match="at step 10, steps left out in a row: 9"),
+        pytest.raises(zclip_ext.NonFiniteGradientError, match="at step 20, steps left out in a row: 19"),
     ):
         run.step(float("nan"))
     assert equal(run.everything(), before)

@@ -112,6 +112,8 @@ class ZClip:
         sums = self._ranks.total(self._measure(shares, parameters, model))
         if not any(len(share.grads) for share in shares):
             self._without_gradients(parameters, sums)
+        if on_device:  # a flag on one kind of device, for parameters on another, would have to be waited for
+            on_device = len(set().union(*(ops.kinds_of_device(share.grads) for share in shares))) <= 1
         result = self._decide(sums, on_device=on_device)
         if not self.config.dry_run:
             for share in shares:

@@ -28,7 +28,7 @@ def is_capturing() -> bool:
 
 def serves(device: torch.device) -> bool:
     """Whether these operations are for tensors there."""
-    return device.type == "cuda"
+    return device.type == "cuda" and _is_new_enough(device.index)
 
 
 def device_of(grads: Any) -> torch.device:
@@ -36,13 +36,10 @@ def device_of(grads: Any) -> torch.device:
     return torch.device("cpu") if grads.place < 0 else torch.device("cuda", grads.place)
 
 
-def runs_kernels(grads: Any) -> bool:
-    """Whether the kernels are built for where the gradients of a handle are."""
-    return grads.place < 0 or _is_new_enough(grads.place)
-
-
 @functools.cache
-def _is_new_enough(device: int) -> bool:
+def _is_new_enough(device: int | None) -> bool:
+    if not torch.cuda.is_available():
+        return True  # no card that is too old
     major, _ = torch.cuda.get_device_capability(device)
     return major >= OLDEST_CAPABILITY // 10
 

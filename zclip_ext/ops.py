@@ -62,7 +62,15 @@ def of(tensors: list[Tensor]) -> Gradients:
 def _gather(objects: list[Tensor], *, are_parameters: bool) -> Any:
     """A handle of the extension; None where its kernels can't take what is there as it stands."""
     gathered = _compiled.gather(objects, are_parameters) if _compiled is not None else None
-    return gathered if gathered is not None and cuda.runs_kernels(gathered) else None
+    on_cpu = gathered is None or gathered.place < 0
+    return gathered if on_cpu or cuda.serves(cuda.device_of(gathered)) else None
+
+
+def kinds_of_device(grads: Gradients) -> set[str]:
+    """Such as ``{"cuda"}``; more than one where they are partly offloaded."""
+    if isinstance(grads, list):
+        return {grad.device.type for grad in grads}
+    return {cuda.device_of(grads).type} if len(grads) else set()
 
 
 def local_sumsq(grads: Gradients, device: torch.device) -> Tensor:

@@ -227,7 +227,8 @@ def heeds_found_inf(optimizer: Optimizer) -> bool:
     """
     if not getattr(optimizer, "_step_supports_amp_scaling", False):
         return False
-    return not any(group.get("momentum", 0.0) for group in optimizer.param_groups)
+    # What it was made with may have been loaded or added over.
+    return all(group.get("fused", True) and not group.get("momentum", 0.0) for group in optimizer.param_groups)
 
 
 @contextlib.contextmanager

@@ -75,15 +75,20 @@ def warn(message: str) -> None:
 
 def warn_of_skip(grad_norm: float, skipped: int, is_spike: bool) -> None:
     """Warns of the first step that is left out, of the 10th, the 100th, and so on."""
-    if skipped == 10 ** (len(str(skipped)) - 1):
+    if _reaches_a_power_of_ten(skipped - 1, skipped):
         reason = f"its gradient norm of {grad_norm:.4g} is a spike" if is_spike else "its gradient is not finite"
         warn(f"ZClip left out a step: {reason} (steps left out so far: {skipped})")
 
 
-def warn_of_late_skips(new: int, skipped: int) -> None:
-    """Warns of steps that were left out on the device, once the host knows."""
-    steps = "a step" if new == 1 else f"{new} steps"
-    warn(f"ZClip left out {steps}: the gradient was not finite, or a spike (steps left out so far: {skipped})")
+def warn_of_late_skips(before: int, skipped: int) -> None:
+    """The same of steps that were left out on the device, once the host knows; it knew of ``before``."""
+    if _reaches_a_power_of_ten(before, skipped):
+        steps = "a step" if skipped - before == 1 else f"{skipped - before} steps"
+        warn(f"ZClip left out {steps}: the gradient was not finite, or a spike (steps left out so far: {skipped})")
+
+
+def _reaches_a_power_of_ten(before: int, after: int) -> bool:
+    return before == 0 or len(str(before)) < len(str(after))
 
 
 def warn_of_no_statistics() -> None:

@@ -89,17 +89,15 @@ class Watch:
     def tell(self, state: dict[str, float], group: Any) -> None:
         """Warns of what a state shows and nobody has been told of."""
         self._caps.look(state)
-        new = state["skipped"] - self._told
-        if new > 0:
-            self._told = state["skipped"]
-            if is_first(group):
-                telemetry.warn_of_late_skips(int(new), int(state["skipped"]))
+        before, self._told = self._told, max(self._told, state["skipped"])
+        if self._config.may_leave_out and before < self._told and is_first(group):
+            telemetry.warn_of_late_skips(int(before), int(self._told))
 
     def _leave_out(self, result: ClipResult, state: dict[str, float], group: Any, *, stop: bool) -> None:
         result.left_out = True
+        self._told = state["skipped"]
         if stop:
             self._raise(state)
-        self._told = state["skipped"]
         if is_first(group):
             telemetry.warn_of_skip(state["last_grad_norm"], int(state["skipped"]), bool(result.is_spike))
 
@@ -110,8 +108,11 @@ class Watch:
         then = rule.fields(numbers)
         self.tell(then, group)
         limit = self._config.max_consecutive_skips
-        if limit is not None and then["consecutive_skips"] > limit:
-            self._raise(then)
+        if not self._config.may_leave_out or limit is None or then["consecutive_skips"] <= limit:
+            return
+        now = rule.fields(state.tolist())  # worth a wait: a run that has recovered goes on
+        if now["consecutive_skips"] > limit:
+            self._raise(now)
 
     def _raise(self, state: dict[str, float]) -> NoReturn:
         raise telemetry.NonFiniteGradientError(

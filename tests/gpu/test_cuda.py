@@ -76,7 +76,8 @@ def test_agrees_with_float64(dtype):
 @pytest.mark.parametrize("value", [1e-38, 1e-25, 1e20, 3e38, math.inf, math.nan])
 def test_extreme_values(value):
     tensor = torch.full((5000,), value, dtype=torch.float32)
-    assert equal(sums_of([tensor.to(CUDA)]), sums_of([tensor]))
+    sums = sums_of([tensor.to(CUDA)]).cpu()
+    torch.testing.assert_close(sums, sums_of([tensor]), rtol=0.0, atol=0.0, equal_nan=True)
 
 
 @pytest.mark.parametrize("size", [2**31 - 1, 2**31, 2**31 + 1])
@@ -138,7 +139,10 @@ def test_p49_same_bits_every_time():
 @pytest.mark.parametrize("seed", range(20))
 def test_the_rule_is_the_cpus(seed, log_space):
     rng = seeded(11000 + seed)
-    config = zclip_ext.ZClipConfig(**{**random_options(rng), "log_space": log_space})
+    options = {**random_options(rng), "log_space": log_space}
+    if log_space:  # a last bit must not decide whether a norm is above a threshold that it equals
+        options |= {"min_rel_std": 0.01, "clip_option": "reciprocal"}
+    config = zclip_ext.ZClipConfig(**options)
     numbers = torch.tensor(rule.config_numbers(config), dtype=torch.float64)
     state = torch.tensor(rule.new_state(config), dtype=torch.float64)
     there = state.to(CUDA)
@@ -280,6 +284,7 @@ def test_p53_a_captured_step_adapts_when_it_is_replayed():
 def test_p53_what_a_graph_cannot_hold_is_named():
     run = Run(fused=False, capturable=True)
     side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         run.step()
     torch.cuda.synchronize()
