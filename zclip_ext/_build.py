@@ -23,7 +23,8 @@ NAME_WITH_CUDA = "_zclip_cuda_C"  # in the cache: one process may build both, an
 _PACKAGE = Path(__file__).resolve().parent
 _CPU_SOURCES = ("bindings.cpp", "norm_cpu.cpp")
 _CUDA_SOURCES = ("norm_cuda.cu", "rule_cuda.cu")
-#: For nvcc. No contraction: the kernels give the CPU's bits.
+#: No contraction, here and for nvcc: all kernels give the same bits.
+CXX_FLAGS = ("-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-g0", "-Wall", "-Wextra")
 CUDA_FLAGS = ("-O3", "--fmad=false", "-Xcompiler", "-Wall,-Wextra")
 #: Compute capability 7.0: older cards take fewer parameters of a kernel.
 OLDEST_CAPABILITY = 70
@@ -38,8 +39,7 @@ def source_folder() -> Path:
 def parameters(*, cuda: bool) -> dict[str, Any]:
     """Sources and flags, by language, for torch's build helpers. Imports torch."""
     folder = source_folder()
-    compile_args = ["-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-g0", "-Wall", "-Wextra"]
-    compile_args.append(f"-DZCLIP_FINGERPRINT={fingerprint()}")
+    compile_args = [*CXX_FLAGS, f"-DZCLIP_FINGERPRINT={fingerprint()}"]
     link_args = []
     openmp = _openmp_of_torch()
     if openmp is not None:
@@ -62,7 +62,8 @@ def parameters(*, cuda: bool) -> dict[str, Any]:
 def key(*, cuda: bool) -> str:
     """Names a build by all that it depends on."""
     names = ("CXX", *(("TORCH_CUDA_ARCH_LIST", "CUDA_HOME", "CUDA_PATH") if cuda else ()))
-    choices = (cuda, _openmp_of_torch(), [os.environ.get(name, "") for name in names])
+    flags = (CXX_FLAGS, CUDA_FLAGS if cuda else None)
+    choices = (flags, _openmp_of_torch(), [os.environ.get(name, "") for name in names])
     machine = (sysconfig.get_config_var("EXT_SUFFIX"), platform.machine())
     return f"{fingerprint()}-{hashlib.sha256(repr((choices, machine)).encode()).hexdigest()[:8]}"
 
