@@ -9,11 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import checkpoint, cuda, gradients, ops, rule, telemetry
+from . import checkpoint, cuda, gradients, ops, rule, telemetry, watch
 from .config import ZClipConfig
 from .distributed import Ranks, Share, SharedBy
 from .result import ClipResult
-from .watch import Watch
 
 
 class ZClip:
@@ -67,7 +66,7 @@ class ZClip:
         state = torch.tensor(numbers, dtype=torch.float64, device="cpu")
         before = getattr(self, "_state", state)
         self._state = before.copy_(state) if before.shape == state.shape else state
-        self._watch = Watch(self.config, self._fields())
+        self._watch = watch.Watch(self.config, self._fields())
         self.last: ClipResult | None = None
 
     def step(self, model: gradients.Target) -> ClipResult:
@@ -112,7 +111,8 @@ class ZClip:
         sums = self._ranks.total(self._measure(shares, parameters, model))
         if not any(len(share.grads) for share in shares):
             self._without_gradients(parameters, sums)
-        if on_device:  # a flag on one kind of device, for parameters on another, would have to be waited for
+        if on_device and watch.host_waits_for(sums.device):
+            # A flag on one kind of device, for parameters on another, would have to be waited for.
             on_device = len(set().union(*(ops.kinds_of_device(share.grads) for share in shares))) <= 1
         result = self._decide(sums, on_device=on_device)
         if not self.config.dry_run:

@@ -44,19 +44,22 @@ def _is_new_enough(device: int | None) -> bool:
     return major >= OLDEST_CAPABILITY // 10
 
 
-def local_sumsq(kernels: Any, grads: Any, out: Tensor) -> None:
+def local_sumsq(kernels: Any, grads: Any) -> Tensor:
     """See :func:`zclip_ext.ops.local_sumsq`. ``kernels``: the extension; ``grads``: a handle of it."""
-    stream = _stream(out.device)
-    workspace = torch.empty(kernels.workspace(grads), dtype=torch.float64, device=out.device)
+    device, capturing = device_of(grads), is_capturing()
+    stream = _stream(device)
+    out = torch.empty(2, dtype=torch.float64, device=device)
+    workspace = torch.empty(kernels.workspace(grads), dtype=torch.float64, device=device)
     place = (grads.place, stream)
     with _one_at_a_time:
         # One whose launches failed may have counted some, so it is back only after they didn't. A graph has its own.
-        ticket = _tickets.pop(place, None) if not is_capturing() else None
+        ticket = None if capturing else _tickets.pop(place, None)
         if ticket is None:
-            ticket = torch.zeros(1, dtype=torch.int32, device=out.device)
+            ticket = torch.zeros(1, dtype=torch.int32, device=device)
         kernels.local_sumsq_cuda(grads, workspace, ticket, out, stream)
-        if not is_capturing():
+        if not capturing:
             _tickets[place] = ticket
+    return out
 
 
 def decide_(kernels: Any, sums: Tensor, state: Tensor, config: Tensor, record: Tensor, left_out: Tensor | None) -> None:
@@ -66,7 +69,8 @@ def decide_(kernels: Any, sums: Tensor, state: Tensor, config: Tensor, record: T
 
 def scale_(kernels: Any, grads: Any, scale: Tensor) -> None:
     """See :func:`zclip_ext.ops.scale_`. The kernel reads the scale, and at 1.0 no gradient."""
-    kernels.scale_cuda(grads, scale, _stream(scale.device))
+    device = device_of(grads)
+    kernels.scale_cuda(grads, scale.to(device), _stream(device))
 
 
 def _stream(device: torch.device) -> int:

@@ -146,14 +146,14 @@ def _scale_list(grads: list[Tensor], scale: Tensor) -> None:
 def _sumsq(grads: Gradients, device: torch.device) -> Tensor:
     if not len(grads):
         return torch.zeros(2, dtype=torch.float64, device=device)
-    place = device if isinstance(grads, list) else cuda.device_of(grads)
-    out = torch.empty(2, dtype=torch.float64, device=place)
     if isinstance(grads, list):
+        out = torch.empty(2, dtype=torch.float64, device=device)
         norm.sum_of_squares(grads, out)
-    elif cuda.serves(place):
-        cuda.local_sumsq(_compiled, grads, out)
-    else:
+    elif grads.place < 0:
+        out = torch.empty(2, dtype=torch.float64, device="cpu")
         _compiled.local_sumsq(grads, out, torch.get_num_threads())
+    else:
+        out = cuda.local_sumsq(_compiled, grads)
     return out.to(device)
 
 
@@ -162,8 +162,8 @@ def _scale(grads: Gradients, scale: Tensor) -> None:
         return
     if isinstance(grads, list):
         norm.scale_(grads, scale)
-    elif cuda.serves(cuda.device_of(grads)):
-        cuda.scale_(_compiled, grads, scale.to(cuda.device_of(grads)))
+    elif grads.place >= 0:
+        cuda.scale_(_compiled, grads, scale)
     elif (factor := scale.item()) != 1.0:
         _compiled.scale(grads, factor, torch.get_num_threads())
 

@@ -19,6 +19,7 @@ from .distributed import SharedBy
 from .telemetry import warn_of_no_statistics
 
 _PREFIX = "zclip_"
+_UNFLAGGED = contextlib.nullcontext()  # one for all: a step of a small model is short
 
 
 class ZClipOptimizer(Optimizer):
@@ -108,7 +109,7 @@ class ZClipOptimizer(Optimizer):
         result = self.zclip.clip(gradients.held_by(self.inner), self.model, on_device=on_device)
         if not result.left_out:
             named = {name: value for name, value in kwargs.items() if name != "closure"}
-            with _flagged(self.inner, result.found_inf):
+            with _UNFLAGGED if result.found_inf is None else _flagged(self.inner, result.found_inf):
                 self.inner.step(*((None, *rest) if rest else ()), **named)
         for hook in self._optimizer_step_post_hooks.values():
             hook(self, arguments, kwargs)
@@ -232,11 +233,8 @@ def heeds_found_inf(optimizer: Optimizer) -> bool:
 
 
 @contextlib.contextmanager
-def _flagged(optimizer: Any, found_inf: torch.Tensor | None) -> Iterator[None]:
+def _flagged(optimizer: Any, found_inf: torch.Tensor) -> Iterator[None]:
     """For the length of a step."""
-    if found_inf is None:
-        yield
-        return
     optimizer.found_inf = found_inf
     try:
         yield

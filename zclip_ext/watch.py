@@ -37,6 +37,7 @@ class Watch:
             None if config.dry_run else config.max_grad_norm, state["steps"], state["capped"]
         )
         self._config = config
+        self._leaves_out = config.may_leave_out
         self._steps = state["steps"]  # the state's, known without asking the device
         self._told = state["skipped"]  # how many of the steps left out the user knows of
         self._late = LateNumbers()
@@ -47,11 +48,12 @@ class Watch:
         Raises:
             RuntimeError: the step is captured into a CUDA graph and can't be.
         """
+        if not host_waits_for(device):
+            return None
         config = self._config
-        waits = host_waits_for(device)
-        on_device = on_device and waits and config.on_nonfinite != "raise"
-        if waits and cuda.is_capturing():
-            if config.may_leave_out and not on_device:
+        on_device = on_device and config.on_nonfinite != "raise"
+        if cuda.is_capturing():
+            if self._leaves_out and not on_device:
                 raise RuntimeError(
                     "ZClip would have to tell the host whether to leave the step out, which a CUDA graph can't. Put an "
                     "optimizer with fused=True and capturable=True into ZClipOptimizer (SGD: without momentum), with "
@@ -63,7 +65,7 @@ class Watch:
                 )
             if state.device != device:
                 raise RuntimeError("take a step with ZClip before you capture one: its state is not on the device yet")
-        if config.may_leave_out and on_device:
+        if self._leaves_out and on_device:
             return torch.empty((), dtype=torch.float32, device=device)
         return None
 
@@ -75,7 +77,7 @@ class Watch:
         """
         self._steps += 1
         waits = host_waits_for(state.device)
-        if self._config.may_leave_out and result.found_inf is None:
+        if self._leaves_out and result.found_inf is None:
             verdict = result.verdict.item()
             if verdict != rule.STEP:
                 self._leave_out(result, rule.fields(state.tolist()), group, stop=verdict == rule.RAISE_ERROR)
@@ -90,7 +92,7 @@ class Watch:
         """Warns of what a state shows and nobody has been told of."""
         self._caps.look(state)
         before, self._told = self._told, max(self._told, state["skipped"])
-        if self._config.may_leave_out and before < self._told and is_first(group):
+        if self._leaves_out and before < self._told and is_first(group):
             telemetry.warn_of_late_skips(int(before), int(self._told))
 
     def _leave_out(self, result: ClipResult, state: dict[str, float], group: Any, *, stop: bool) -> None:
@@ -108,7 +110,7 @@ class Watch:
         then = rule.fields(numbers)
         self.tell(then, group)
         limit = self._config.max_consecutive_skips
-        if not self._config.may_leave_out or limit is None or then["consecutive_skips"] <= limit:
+        if not self._leaves_out or limit is None or then["consecutive_skips"] <= limit:
             return
         now = rule.fields(state.tolist())  # worth a wait: a run that has recovered goes on
         if now["consecutive_skips"] > limit:
