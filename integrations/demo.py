@@ -115,6 +115,15 @@ def new_parser(doc: str | None) -> argparse.ArgumentParser:
     )
 
 
+def add_text_arguments(parser: argparse.ArgumentParser) -> None:
+    """What `text_of` reads, less the batch, which is another thing in each trainer."""
+    add = parser.add_argument
+    add("--length", type=whole(2, 4096), default=128, help="bytes in a window")
+    bad = f"of steps from {BAD_AFTER} on that train on byte code instead"
+    add("--bad-share", type=real(0, 1, include_low=True), default=0.05, help=bad)
+    add("--seed", type=whole(0, 2**31 - 1), default=0, help="of the model and the data")
+
+
 def make_folder(parser: argparse.ArgumentParser, path: Path) -> None:
     try:
         path.mkdir(parents=True, exist_ok=True)

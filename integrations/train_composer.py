@@ -138,16 +138,9 @@ def build_parser() -> argparse.ArgumentParser:
     add("--lr", type=demo.real(0, 10), default=3e-3, help="of AdamW")
     add("--batch", type=demo.whole(1, 4096), default=8, help="windows of text in a step, all ranks together")
     add("--microbatch", type=demo.whole(1, 4096), help="windows that a rank computes at a time, all of its by default")
-    add("--length", type=demo.whole(2, 4096), default=128, help="bytes in a window")
-    add(
-        "--bad-share",
-        type=demo.real(0, 1, include_low=True),
-        default=0.05,
-        help=f"of steps from {demo.BAD_AFTER} on that train on byte code instead",
-    )
+    demo.add_text_arguments(parser)
     add("--z-thresh", type=demo.real(0, 1e6), default=2.5, help="z-score above which a gradient norm is a spike")
     add("--max-grad-norm", type=demo.real(0, 1e6), help="a fixed limit on top")
-    add("--seed", type=demo.whole(0, 2**31 - 1), default=0, help="of the model and the data")
     add("--print-every", type=demo.whole(1, 10**9), default=10, help="steps; spikes are printed, too")
     add("--save", type=Path, help="folder for checkpoints, of which the last is gone on from")
     add("--checkpoint-every", type=demo.whole(1, 10**9), default=100, help="steps, with --save")

@@ -145,14 +145,7 @@ def build_parser() -> argparse.ArgumentParser:
         default=argparse.SUPPRESS,
         help="windows of text in a step, all ranks together, in place of the config's train_batch_size",
     )
-    add("--length", type=demo.whole(2, 4096), default=128, help="bytes in a window")
-    add(
-        "--bad-share",
-        type=demo.real(0, 1, include_low=True),
-        default=0.05,
-        help=f"of steps from {demo.BAD_AFTER} on that train on byte code instead",
-    )
-    add("--seed", type=demo.whole(0, 2**31 - 1), default=0, help="of the model and the data")
+    demo.add_text_arguments(parser)
     add("--print-every", type=demo.whole(1, 10**9), default=10, help="steps; spikes are printed, too")
     add("--save", type=Path, help="folder for checkpoints, of which the last is gone on from")
     add("--checkpoint-every", type=demo.whole(1, 10**9), default=100, help="steps, with --save")

@@ -145,14 +145,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--steps", type=demo.whole(1, 10**9), default=100, help="in all; more than before goes on with --resume")
     add("--lr", type=demo.real(0, 10), default=3e-3, help=f"of AdamW, after {demo.WARMUP_STEPS} steps of warm-up")
     add("--batch", type=demo.whole(1, 4096), default=8, help="windows of text in a step, all ranks together")
-    add("--length", type=demo.whole(2, 4096), default=128, help="bytes in a window")
-    add(
-        "--bad-share",
-        type=demo.real(0, 1, include_low=True),
-        default=0.05,
-        help="of steps that train on byte code instead",
-    )
-    add("--seed", type=demo.whole(0, 2**31 - 1), default=0, help="of the model and the data")
+    demo.add_text_arguments(parser)
     add("--out", type=Path, default=Path("runs/fsdp2"), help="folder of log and checkpoints; written over")
     add("--checkpoint-every", type=demo.whole(1, 10**9), default=100, help="steps")
     add("--resume", action="store_true", help="go on from the last checkpoint in --out")

@@ -238,15 +238,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--steps", type=demo.whole(1, 10**9), default=360, help="of each run; more than before goes on with --resume")
     add("--lr", type=demo.real(0, 10), default=3e-3, help=f"of AdamW, after {demo.WARMUP_STEPS} steps of warm-up")
     add("--batch", type=demo.whole(1, 4096), default=8, help="windows of text in a step")
-    add("--length", type=demo.whole(2, 4096), default=128, help="bytes in a window")
-    add(
-        "--bad-share",
-        type=demo.real(0, 1, include_low=True),
-        default=0.05,
-        help="of steps that train on byte code instead",
-    )
+    demo.add_text_arguments(parser)
     add("--z-thresh", type=demo.real(0, 1e6), default=2.5, help="z-score above which a gradient norm is a spike")
-    add("--seed", type=demo.whole(0, 2**31 - 1), default=0, help="of the model and the data")
     add("--device", type=device, default="cpu", help="such as cpu or cuda")
     add("--out", type=Path, default=Path("runs/demo"), help="folder of logs, checkpoints and picture; written over")
     add("--checkpoint-every", type=demo.whole(1, 10**9), default=100, help="steps")

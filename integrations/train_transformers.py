@@ -84,15 +84,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--steps", type=demo.whole(1, 10**9), default=100, help="in all; more than before goes on with --resume")
     add("--lr", type=demo.real(0, 1), default=3e-3, help="learning rate")
     add("--batch", type=demo.whole(1, 4096), default=8, help="windows of text in a step, on each rank")
-    add("--length", type=demo.whole(2, 4096), default=128, help="bytes in a window")
-    add(
-        "--bad-share",
-        type=demo.real(0, 1, include_low=True),
-        default=0.05,
-        help=f"of batches from {demo.BAD_AFTER} on that are byte code instead",
-    )
+    demo.add_text_arguments(parser)
     add("--z-thresh", type=demo.real(0, 10**9), default=2.5, help="a step with a larger z-score is a spike")
-    add("--seed", type=demo.whole(0, 2**31 - 1), default=0, help="of the model and the data")
     add("--print-every", type=demo.whole(1, 10**9), default=10, help="steps")
     add("--checkpoint-every", type=demo.whole(1, 10**9), default=50, help="steps")
     return parser

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import zclip_ext
+from zclip_ext import rule
 
 
 def usual_norms(count=25):
@@ -86,6 +87,29 @@ def random_norms(rng, count, *, wild=True):
             norm = rng.choice([0.0, math.inf, math.nan, 1e20, 1e-25, 1e149, 1e160])
         norms.append(norm)
     return norms
+
+
+def rule_steps(rng, count=150):
+    """What a rule is given in `count` steps of random norms: sums of squares, and counts of what is not finite."""
+    for norm in random_norms(rng, count):
+        bad = float(not math.isfinite(norm) or rng.random() < 0.01)
+        yield torch.tensor([norm * norm, bad], dtype=torch.float64)
+
+
+class RuleRun:
+    """A rule's state and its last record, both float64, on a device; `decide`: sums, state, config, record."""
+
+    def __init__(self, config, decide, device="cpu"):
+        self.decide = decide
+        self.numbers, self.state = (
+            torch.tensor(values, dtype=torch.float64, device=device)
+            for values in (rule.config_numbers(config), rule.new_state(config))
+        )
+        self.record = torch.empty(len(rule.RECORD_FIELDS), dtype=torch.float64, device=device)
+
+    def step(self, sums):
+        self.decide(sums.to(self.state.device), self.state, self.numbers, self.record)
+        return self.state, self.record
 
 
 def seeded(seed):

@@ -11,7 +11,7 @@ import subprocess
 import host_kernels
 import pytest
 import torch
-from helpers import random_norms, random_options, seeded
+from helpers import RuleRun, random_options, rule_steps, seeded
 from host_kernels import NEW_DRIVER, OLD_DRIVER, ROOT, SHIM, DeviceKernels, Gradients, HostKernels
 
 import zclip_ext
@@ -155,15 +155,14 @@ def test_a_launch_that_fails_is_an_error():
 def test_the_rule_on_cuda_is_the_rule(seed, log_space):
     rng = seeded(9000 + seed)
     config = zclip_ext.ZClipConfig(**{**random_options(rng), "log_space": log_space})
-    numbers = torch.tensor(rule.config_numbers(config), dtype=torch.float64)
-    states = [torch.tensor(rule.new_state(config), dtype=torch.float64) for _ in range(2)]
-    records = [torch.empty(len(rule.RECORD_FIELDS), dtype=torch.float64) for _ in range(2)]
     left_out = torch.empty(1)
-    for norm in random_norms(rng, 150):
-        bad = float(not math.isfinite(norm) or rng.random() < 0.01)
-        sums = torch.tensor([norm * norm, bad], dtype=torch.float64)
-        ops._compiled.decide(sums, states[0], numbers, records[0])
-        DeviceKernels.decide_cuda(sums, states[1], numbers, records[1], left_out, 0, 0)
-        for first, second in (states, records):
-            assert torch.equal(first.view(torch.int64), second.view(torch.int64)), (norm, config)
-        assert left_out.item() == float(records[0][rule.RECORD_FIELDS.index("verdict")] != rule.STEP)
+
+    def on_cuda(*tensors):
+        DeviceKernels.decide_cuda(*tensors, left_out, 0, 0)
+
+    compiled, kernel = RuleRun(config, ops._compiled.decide), RuleRun(config, on_cuda)
+    for sums in rule_steps(rng):
+        for first, second in zip(compiled.step(sums), kernel.step(sums), strict=True):
+            assert torch.equal(first.view(torch.int64), second.view(torch.int64)), (sums, config)
+        verdict = compiled.record[rule.RECORD_FIELDS.index("verdict")]
+        assert left_out.item() == float(verdict != rule.STEP)

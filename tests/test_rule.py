@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from helpers import random_norms, random_options, seeded, usual_norms
+from helpers import RuleRun, random_norms, random_options, rule_steps, seeded, usual_norms
 from reference import ReferenceZClip
 
 import zclip_ext
@@ -61,17 +61,11 @@ def test_compiled_and_torch_agree_in_log_space(seed):
 
 def compare(rng, options, *, exact):
     config = zclip_ext.ZClipConfig(**options)
-    numbers = torch.tensor(rule.config_numbers(config), dtype=torch.float64)
-    states = [torch.tensor(rule.new_state(config), dtype=torch.float64) for _ in range(2)]
-    records = [torch.empty(len(rule.RECORD_FIELDS), dtype=torch.float64) for _ in range(2)]
-    for norm in random_norms(rng, 150):
-        bad = float(not math.isfinite(norm) or rng.random() < 0.01)
-        sums = torch.tensor([norm * norm, bad], dtype=torch.float64)
-        ops._compiled.decide(sums, states[0], numbers, records[0])
-        rule.decide_(sums, states[1], numbers, records[1])
-        for first, second in (states, records):
+    compiled, in_torch = RuleRun(config, ops._compiled.decide), RuleRun(config, rule.decide_)
+    for sums in rule_steps(rng):
+        for first, second in zip(compiled.step(sums), in_torch.step(sums), strict=True):
             if exact:
-                assert torch.equal(first.nan_to_num(nan=-7.0), second.nan_to_num(nan=-7.0)), (norm, options)
+                assert torch.equal(first.nan_to_num(nan=-7.0), second.nan_to_num(nan=-7.0)), (sums, options)
             else:
                 # The mean of logs passes through 0, where a relative tolerance has no meaning.
                 torch.testing.assert_close(first, second, rtol=1e-12, atol=1e-12, equal_nan=True)

@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from helpers import random_norms, random_options, seeded, usual_norms
+from helpers import RuleRun, random_options, rule_steps, seeded, usual_norms
 
 import zclip_ext
-from zclip_ext import norm, ops, rule
+from zclip_ext import norm, ops
 
 CUDA = torch.device("cuda", 0)
 # Of steps that are left out on purpose.
@@ -143,18 +143,17 @@ def test_the_rule_is_the_cpus(seed, log_space):
     if log_space:  # a last bit must not decide whether a norm is above a threshold that it equals
         options |= {"min_rel_std": 0.01, "clip_option": "reciprocal"}
     config = zclip_ext.ZClipConfig(**options)
-    numbers = torch.tensor(rule.config_numbers(config), dtype=torch.float64)
-    state = torch.tensor(rule.new_state(config), dtype=torch.float64)
-    there = state.to(CUDA)
-    for value in random_norms(rng, 150):
-        sums = torch.tensor([value * value, float(not math.isfinite(value))], dtype=torch.float64)
-        record = ops.decide_(sums, state, numbers)
-        on_device = ops.decide_(sums.to(CUDA), there, numbers.to(CUDA))
-        for ours, theirs in ((on_device, record), (there, state)):
+
+    def decide(sums, state, numbers, record):
+        record.copy_(ops.decide_(sums, state, numbers))
+
+    here, there = RuleRun(config, decide), RuleRun(config, decide, CUDA)
+    for sums in rule_steps(rng):
+        for ours, theirs in zip(there.step(sums), here.step(sums), strict=True):
             if log_space:  # log and exp differ in the last bit between libraries
                 torch.testing.assert_close(ours.cpu(), theirs, rtol=1e-12, atol=1e-12, equal_nan=True)
             else:
-                assert torch.equal(ours.cpu().nan_to_num(nan=-7.0), theirs.nan_to_num(nan=-7.0)), (value, config)
+                assert torch.equal(ours.cpu().nan_to_num(nan=-7.0), theirs.nan_to_num(nan=-7.0)), (sums, config)
 
 
 class Run:
