@@ -262,7 +262,7 @@ std::vector<std::vector<std::string>> layout() {
 #define ZCLIP_TEXT(word) ZCLIP_TEXT_OF(word)
 #define ZCLIP_TEXT_OF(word) #word
 
-PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+PYBIND11_MODULE(_zclip_C, m) {
     py::class_<Gradients>(m, "Gradients", py::module_local())
         .def("__len__", [](const Gradients& grads) { return grads.tensors.size(); })
         .def_readonly("place", &Gradients::place);

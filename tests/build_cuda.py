@@ -98,7 +98,7 @@ def main():
             include = [f"-I{sysconfig.get_path('include')}"]
             for headers in (torch / "include", torch / "include" / "torch" / "csrc" / "api" / "include"):
                 include += ["-isystem", headers]
-            flags = ["-std=c++20", "-fPIC", "-Werror", f"-DTORCH_EXTENSION_NAME={build.NAME}", *parameters["cxx"]]
+            flags = ["-std=c++20", "-fPIC", "-Werror", *parameters["cxx"]]
             run(compiler, *flags, *include, "-c", source, "-o", target)
         binary = Path(folder) / f"{build.NAME}.so"
         libraries = [f"-L{torch / 'lib'}", "-lc10", "-ltorch", "-ltorch_cpu", "-ltorch_python"]

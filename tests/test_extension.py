@@ -144,6 +144,25 @@ def test_a_binary_that_does_not_load_is_built_again(cache, tmp_path):
     assert built_again == "False"
 
 
+def test_a_process_that_built_it_may_load_it_again_or_build_another(tmp_path):
+    # As when the package is reloaded, when a cache is emptied, and with CUDA that fails after a build without it.
+    code = f"""
+import os
+from zclip_ext import _extension, ops
+again = _extension.load()
+os.environ.update(TORCH_EXTENSIONS_DIR={str(tmp_path / "b")!r}, CXX="g++")
+other = _extension.load()
+print(ops.backend(), again.fingerprint == other.fingerprint, again.__file__ == ops._compiled.__file__, other.__file__)
+"""
+    (fields,), error = outcome(run(code, TORCH_EXTENSIONS_DIR=tmp_path / "a"))
+    name, same, again, other = fields.split()
+    assert (name, same, again) == ("compiled", "True", "True")
+    assert other.startswith(str(tmp_path / "b"))
+    assert error.count("building its C++ extension") == 2
+    fields, error = outcome(run(TORCH_EXTENSIONS_DIR=tmp_path / "b", CXX="g++"))  # what the second left is whole
+    assert (fields[0], error) == ("compiled", "")
+
+
 def test_ninja_is_found_beside_python(tmp_path):
     # As in an environment that is not activated, on a machine without a ninja of its own.
     for tool in ("c++", "g++", "cc", "gcc", "as", "ld", "ld.bfd", "sh", "which", "uname"):

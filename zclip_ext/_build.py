@@ -17,8 +17,7 @@ import sysconfig
 from pathlib import Path
 from typing import Any
 
-NAME = "_zclip_C"
-NAME_WITH_CUDA = "_zclip_cuda_C"  # in the cache: one process may build both, and must not mistake them
+NAME = "_zclip_C"  # as bindings.cpp has it
 
 _PACKAGE = Path(__file__).resolve().parent
 _CPU_SOURCES = ("bindings.cpp", "norm_cpu.cpp")

@@ -80,17 +80,23 @@ def _from_file(path: Path, *, cuda: bool) -> ModuleType | None:
 
     None where it was built from other sources, for another torch, without the CUDA that is wanted, or doesn't load.
     """
-    import torch  # noqa: F401  (the libraries that the extension links to)
-
-    spec = importlib.util.spec_from_file_location(f"zclip_ext.{path.name.split('.')[0]}", path)
-    assert spec is not None
-    assert spec.loader is not None
     try:
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
+        module = _import(path)
     except ImportError:
         return None
     return module if module.fingerprint == _build.fingerprint() and (module.cuda or not cuda) else None
+
+
+def _import(path: Path) -> ModuleType:
+    import torch  # noqa: F401  (the libraries that the extension links to)
+
+    # pybind11 gives one module for each full name: two builds in a process must not be mistaken for one another.
+    spec = importlib.util.spec_from_file_location(f"zclip_ext.{path.parent.name}.{_build.NAME}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def _prebuilt(*, cuda: bool) -> ModuleType | None:
@@ -132,7 +138,8 @@ def _build_into(binary: Path, *, cuda: bool) -> ModuleType:
     start = time.perf_counter()
     parameters = _build.parameters(cuda=cuda)
     with tempfile.TemporaryDirectory(dir=binary.parent) as scratch, _ninja_on_path():
-        module: ModuleType = cpp_extension.load(
+        # Not imported from here: pybind11 lets a module start once, and it is to be known by the name it keeps.
+        cpp_extension.load(
             name=binary.stem,
             sources=parameters["sources"],
             extra_cflags=parameters["cxx"],
@@ -140,11 +147,14 @@ def _build_into(binary: Path, *, cuda: bool) -> ModuleType:
             extra_ldflags=parameters["link"],
             build_directory=scratch,
             with_cuda=cuda,
+            is_python_module=False,
         )
+        # A process that builds a second time has it under a name that torch numbers.
+        (built,) = Path(scratch).glob("*.so")
         # Renaming is atomic: a process without the lock sees the whole file or none.
-        os.replace(Path(scratch) / binary.name, binary)
+        os.replace(built, binary)
     print(f"zclip_ext: built in {time.perf_counter() - start:.1f} s", file=sys.stderr, flush=True)
-    return module
+    return _import(binary)
 
 
 @contextlib.contextmanager
@@ -171,8 +181,8 @@ def _one_at_a_time(path: Path) -> Iterator[None]:
 
 def _binary(*, cuda: bool) -> Path:
     """Where the cache has this build, or is to have it."""
-    name = _build.NAME_WITH_CUDA if cuda else _build.NAME
-    return _cache_folder(f"{name}.so", cuda=cuda) / f"{name}.so"
+    name = f"{_build.NAME}.so"
+    return _cache_folder(name, cuda=cuda) / name
 
 
 def _cache_folder(name: str, *, cuda: bool) -> Path:
