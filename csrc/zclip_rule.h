@@ -25,6 +25,7 @@
     X(max_grad_norm)           \
     X(min_threshold)           \
     X(max_threshold)           \
+    X(clip_quantile)           \
     X(patience)                \
     X(min_rel_std)             \
     X(eps)                     \
@@ -47,6 +48,8 @@
     X(streak_count)           \
     X(streak_mean)            \
     X(streak_m2)              \
+    X(quantile)               \
+    X(quantile_spread)        \
     X(elevated_run)           \
     X(spikes)                 \
     X(clipped)                \
@@ -98,6 +101,15 @@ constexpr double kMaxSumOfSquares = 1e300;
 constexpr double kElevated = 1.0;
 // Makes the median absolute deviation of a normal distribution its standard deviation.
 constexpr double kMadToStd = 1.4826;
+
+// How the running quantile follows the norms (clip_quantile). All of it is relative to the quantile itself.
+constexpr double kFirstSpread = 0.3;                      // wide: the first norm may lie far from the quantile
+constexpr double kKeepSpread = 0.98, kTakeSpread = 0.02;  // remembers some 50 samples
+constexpr double kMaxDeviation = 3.0;                     // in spreads: one spike hardly moves the spread
+constexpr double kSmallestSpread = 0.01;                  // a constant norm must not make it blind
+constexpr double kLargestSpread = 10.0;                   // wild norms must not make it overflow
+constexpr double kSmallestRate = 0.05;                    // forgets: what came long ago has little weight
+constexpr double kReach = 3.0;                            // in spreads: how far a rate of 1 moves it
 
 ZCLIP_FN double smaller(double a, double b) { return a < b ? a : b; }
 ZCLIP_FN double larger(double a, double b) { return a > b ? a : b; }
@@ -196,8 +208,29 @@ ZCLIP_FN void learn(double y, const Config& c, State* s, const Record& r) {
     }
 }
 
-// Past max_consecutive_skips a spike is clipped, until a step that is none, so that training goes on.
-ZCLIP_FN void act(const Config& c, State* s, Record* r) {
+// The limit of this step: the quantile of the norms before it. Then moves the quantile: a share p of the norms takes it
+// down by 1 - p, the others take it up by p, so it rests where p of them lie below. `samples` counts this one, too.
+ZCLIP_FN double follow_quantile(double g, const Config& c, State* s) {
+    if (s->quantile == 0.0) {
+        s->quantile = g;
+        s->quantile_spread = kFirstSpread;
+        return HUGE_VAL;
+    }
+    const double limit = s->quantile;
+    const double ratio = g / limit;
+    const double deviation = larger(ratio, 1.0 / ratio) - 1.0;
+    const double bounded = smaller(deviation, kMaxDeviation * s->quantile_spread);
+    const double spread = kKeepSpread * s->quantile_spread + kTakeSpread * bounded;
+    s->quantile_spread = smaller(larger(spread, kSmallestSpread), kLargestSpread);
+    const double move = larger(kSmallestRate, 1.0 / s->samples) * (kReach * s->quantile_spread);
+    const double p = c.clip_quantile;
+    s->quantile = ratio < 1.0 ? limit / (1.0 + move * (1.0 - p)) : limit * (1.0 + move * p);
+    return limit;
+}
+
+// Past max_consecutive_skips a spike is clipped, until a step that is none, so that training goes on. `quantile` limits
+// every step.
+ZCLIP_FN void act(double quantile, const Config& c, State* s, Record* r) {
     const bool skips = r->is_spike != 0.0 && c.on_spike == kSkipSpike;
     if (skips && s->consecutive_skips < c.max_consecutive_skips) {
         s->skipped = s->skipped + 1.0;
@@ -206,11 +239,12 @@ ZCLIP_FN void act(const Config& c, State* s, Record* r) {
         return;
     }
     if (!skips) s->consecutive_skips = 0.0;
-    const double limit = smaller(r->threshold, c.max_grad_norm);
+    const double learned = smaller(r->threshold, quantile);
+    const double limit = smaller(learned, c.max_grad_norm);
     if (!(r->grad_norm > limit)) return;
     r->scale = limit / r->grad_norm;
     s->clipped = s->clipped + 1.0;
-    if (c.max_grad_norm < r->threshold) s->capped = s->capped + 1.0;
+    if (c.max_grad_norm < learned) s->capped = s->capped + 1.0;
 }
 
 ZCLIP_FN void refuse_nonfinite(const Config& c, State* s, Record* r) {
@@ -245,7 +279,7 @@ ZCLIP_FN void decide(double sumsq, double nonfinite, const Config& c, State* s, 
             judge(y, c, s, r);
             learn(y, c, s, *r);
         }
-        act(c, s, r);
+        act(c.clip_quantile != 0.0 ? follow_quantile(r->grad_norm, c, s) : HUGE_VAL, c, s, r);
     }
     r->elevated_run = s->elevated_run;
     s->last_grad_norm = r->grad_norm;

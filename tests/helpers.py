@@ -64,6 +64,7 @@ def random_options(rng):
         "max_grad_norm": rng.choice([None, None, 1.02, 3.0]),
         "min_threshold": rng.choice([None, None, 0.5]),
         "max_threshold": rng.choice([None, None, 2.0]),
+        "clip_quantile": rng.choice([None, None, 0.1, 0.7]),
         "patience": rng.choice([None, 3, 50]),
         "min_rel_std": rng.choice([0.0, 0.01]),
         "robust_warmup": rng.choice([False, True]),

@@ -21,6 +21,7 @@ class ReferenceZClip:
         max_grad_norm=None,
         min_threshold=None,
         max_threshold=None,
+        clip_quantile=None,
         patience=50,
         min_rel_std=0.01,
         eps=1e-6,
@@ -34,6 +35,8 @@ class ReferenceZClip:
         self.__dict__.update({name: value for name, value in locals().items() if name != "self"})
         self.mean = self.var = None
         self.first, self.streak = [], []
+        self.quantile = self.quantile_spread = None
+        self.quantile_limit = math.inf
         self.skips_in_a_row = 0
         self.counts = dict.fromkeys(
             ("samples", "spikes", "clipped", "capped", "rebaselined", "skipped", "nonfinite", "zero_norm"), 0
@@ -57,6 +60,8 @@ class ReferenceZClip:
             return math.inf, 0.0, 1.0, "step"
 
         self.counts["samples"] += 1
+        if self.clip_quantile is not None:
+            self.follow_quantile(g)
         y = math.log(g) if self.log_space else g
         if self.mean is None:
             self.warm_up(y)
@@ -105,6 +110,20 @@ class ReferenceZClip:
         self.mean = alpha * self.mean + (1 - alpha) * u
         self.var = alpha * self.var + (1 - alpha) * (u - self.mean) ** 2
 
+    def follow_quantile(self, g):
+        if self.quantile is None:
+            self.quantile, self.quantile_spread = g, 0.3
+            return
+        self.quantile_limit = q = self.quantile
+        deviation = (g / q if g >= q else q / g) - 1
+        spread = 0.98 * self.quantile_spread + 0.02 * min(deviation, 3 * self.quantile_spread)
+        self.quantile_spread = min(max(spread, 0.01), 10.0)
+        move = 3 * self.quantile_spread * max(0.05, 1 / self.counts["samples"])
+        if g < q:
+            self.quantile = q / (1 + (1 - self.clip_quantile) * move)
+        else:
+            self.quantile = q * (1 + self.clip_quantile * move)
+
     def limit(self, g, threshold, z, spike=False):
         if spike and self.on_spike == "skip":
             if self.max_consecutive_skips is None or self.skips_in_a_row < self.max_consecutive_skips:
@@ -113,9 +132,10 @@ class ReferenceZClip:
                 return threshold, z, 1.0, "skip"
         else:
             self.skips_in_a_row = 0
-        limit = min(threshold, math.inf if self.max_grad_norm is None else self.max_grad_norm)
+        cap = math.inf if self.max_grad_norm is None else self.max_grad_norm
+        limit = min(threshold, cap, self.quantile_limit)
         if g <= limit:
             return threshold, z, 1.0, "step"
         self.counts["clipped"] += 1
-        self.counts["capped"] += limit < threshold
+        self.counts["capped"] += cap < min(threshold, self.quantile_limit)
         return threshold, z, limit / g, "step"

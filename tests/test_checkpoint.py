@@ -28,6 +28,8 @@ def test_json_carries_it():
         ({"mean": None}, r"state_dict\['mean'\]: got None, expected a number"),
         ({"mean": math.nan}, r"state_dict\['mean'\]: got nan"),
         ({"var": -0.5}, r"state_dict\['var'\]: got -0.5"),
+        ({"quantile": -1.0}, r"state_dict\['quantile'\]: got -1.0"),
+        ({"quantile_spread": math.inf}, r"state_dict\['quantile_spread'\]: got inf"),
         ({"steps": 1.5}, r"state_dict\['steps'\]: got 1.5, allowed is a whole number"),
         ({"spikes": -1}, r"state_dict\['spikes'\]: got -1"),
         ({"spikes": True}, r"state_dict\['spikes'\]: got True, expected a number"),
@@ -108,6 +110,31 @@ def test_options_that_may_change_in_between():
     assert other.decide(1.15).scale == 1.0  # z = 3
 
 
+def test_clip_quantile_switched_on_and_off_in_between():
+    zclip, _ = warmed()
+    assert zclip.state_dict()["quantile"] == 0
+    on = ZClip(clip_quantile=0.1)
+    on.load_state_dict(zclip.state_dict())
+    assert on.decide(1.0).scale == 1.0  # the first sample only starts it
+    assert on.metrics()["quantile"] == 1.0
+    assert on.decide(1.05).scale == 1.0 / 1.05
+    saved = on.state_dict()
+    off = ZClip()
+    off.load_state_dict(saved)
+    assert off.decide(1.05).scale == 1.0
+    assert off.metrics()["quantile"] == 0
+    for name in ("quantile", "quantile_spread"):
+        assert off.state_dict()[name] == saved[name]
+
+
+def test_the_quantile_outlives_a_new_warm_up():
+    zclip, _ = warmed(clip_quantile=0.1)
+    other = ZClip(clip_quantile=0.1, log_space=True)
+    with pytest.warns(ZClipWarning, match="log_space is not what"):
+        other.load_state_dict(zclip.state_dict())
+    assert other.metrics()["quantile"] == zclip.metrics()["quantile"] > 0
+
+
 def test_robust_warm_up_resumes_in_its_middle():
     norms = [*usual_norms(24), 100.0]
     straight = ZClip(robust_warmup=True)
@@ -133,7 +160,7 @@ def test_reset_forgets_all():
 def test_metrics_have_the_documented_keys():
     documented = {"grad_norm", "clipped_norm", "threshold", "z_score", "mean", "std", "scale", "steps", "samples"}
     documented |= {"spikes", "capped", "clip_rate", "cap_rate", "rebaselined", "skipped", "nonfinite", "zero_norm"}
-    documented |= {"consecutive_skips", "elevated_run", "clipped"}
+    documented |= {"consecutive_skips", "elevated_run", "clipped", "quantile"}
     assert set(ZClip().metrics()) == documented
 
 

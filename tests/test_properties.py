@@ -23,6 +23,7 @@ options = st.fixed_dictionaries(
         "min_rel_std": st.sampled_from([0.0, 0.01]),
         "skip_update_on_spike": st.booleans(),
         "warmup_steps": st.sampled_from([2, 25]),
+        "clip_quantile": st.sampled_from([None, 0.1, 0.9]),
     }
 )
 quick = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -81,6 +82,7 @@ def test_statistics_stay_finite_for_any_input(trace, chosen):
     state = zclip.state_dict()
     assert all(math.isfinite(value) for name, value in state.items() if not name.startswith("last_"))
     assert state["var"] >= 0
+    assert (state["quantile"] > 0) == (chosen["clip_quantile"] is not None and state["samples"] > 0)
 
 
 @quick
@@ -91,9 +93,10 @@ def test_the_clipped_norm_is_never_above_the_limit(backend, trace, chosen, cap, 
     direction = torch.randn(size)
     direction /= direction.double().norm()
     for norm in usual_norms() + trace[-3:]:
+        quantile = zclip.metrics()["quantile"] or math.inf
         parameter.grad = direction * norm
         result = zclip.step([parameter])
-        limit = min(float(result.threshold), math.inf if cap is None else cap)
+        limit = min(float(result.threshold), quantile, math.inf if cap is None else cap)
         # One float32 rounding for each element.
         assert parameter.grad.double().norm().item() <= limit * (1 + 2**-23)
 
@@ -101,7 +104,7 @@ def test_the_clipped_norm_is_never_above_the_limit(backend, trace, chosen, cap, 
 @quick
 @given(st.lists(norms, max_size=80), options)
 def test_decisions_are_sound(trace, chosen):
-    for step in replay(trace, **chosen):
+    for step in replay(trace, **{**chosen, "clip_quantile": None}):
         assert 0.0 < step["scale"] <= 1.0
         assert step["threshold"] > 0.0
         assert step["is_spike"] == (step["z_score"] > 2.5)

@@ -117,6 +117,7 @@ def test_p10_falling_norms(seed):
     spike = [*norms, 3 * (10 * math.exp(-120 / 50) + 1)]
     assert replay(spike)[-1]["is_spike"] == 0  # the published rule is blind here
     assert replay(spike, alpha_down=0.85)[-1]["is_spike"] == 1
+    assert replay(spike, clip_quantile=0.1)[-1]["scale"] < 0.4  # spike or not, about the usual norm at most
 
 
 def test_p11_a_small_norm_is_no_spike_and_counts():
@@ -244,7 +245,8 @@ def test_p18_max_grad_norm_is_a_limit_or_none(value):
     [
         ("alpha", 0), ("alpha", 1), ("alpha", 1.5), ("alpha", None), ("alpha_down", 1.0), ("z_thresh", 0),
         ("z_thresh", -1), ("warmup_steps", 0), ("warmup_steps", 2.5), ("clip_option", "median"), ("clip_factor", 0),
-        ("min_threshold", 0), ("max_threshold", -1.0), ("patience", 1), ("patience", 2.0), ("min_rel_std", -0.1),
+        ("min_threshold", 0), ("max_threshold", -1.0), ("clip_quantile", 0), ("clip_quantile", 1),
+        ("clip_quantile", True), ("clip_quantile", "0.1"), ("patience", 1), ("patience", 2.0), ("min_rel_std", -0.1),
         ("min_rel_std", 1.0), ("eps", 0), ("log_space", 1), ("robust_warmup", None), ("skip_update_on_spike", "yes"),
         ("on_spike", "drop"), ("on_nonfinite", None), ("max_consecutive_skips", 0), ("dry_run", 0),
     ],

@@ -176,12 +176,13 @@ class ZClip:
 
         ``grad_norm``, ``clipped_norm``, ``threshold`` (inf where the step is no spike), ``z_score`` and ``scale`` are
         the last step's; ``mean`` and ``std`` the moving statistics (``log_space``: the geometric mean, and the std of
-        log norms); ``steps`` all calls, ``samples`` those with a finite, non-zero norm; ``spikes`` and ``capped`` count
-        samples above the z-score and samples that ``max_grad_norm`` limited, ``clipped`` all that were scaled down,
-        ``clip_rate`` and ``cap_rate`` are the share of spikes and of capped steps in the samples; ``rebaselined``
-        counts shifts; ``skipped`` the steps that were left out, ``consecutive_skips`` those in a row up to now;
-        ``nonfinite`` and ``zero_norm`` the steps that were no samples; ``elevated_run`` how many steps in a row had a
-        z-score above 1.
+        log norms); ``quantile`` the running quantile that limits the next step (0 before the first sample, and without
+        ``clip_quantile``); ``steps`` all calls, ``samples`` those with a finite, non-zero norm; ``spikes`` and
+        ``capped`` count samples above the z-score and samples that ``max_grad_norm`` limited, ``clipped`` all that were
+        scaled down, ``clip_rate`` and ``cap_rate`` are the share of spikes and of capped steps in the samples;
+        ``rebaselined`` counts shifts; ``skipped`` the steps that were left out, ``consecutive_skips`` those in a row up
+        to now; ``nonfinite`` and ``zero_norm`` the steps that were no samples; ``elevated_run`` how many steps in a row
+        had a z-score above 1.
         """
         state = self._fields()
         self._watch.tell(state, self._ranks.group)

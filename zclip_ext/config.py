@@ -30,7 +30,7 @@ class ZClipConfig:
             norm faster. ``None``: the same as ``alpha``, the published rule.
         z_thresh: A step whose z-score is above this is a spike, > 0.
         warmup_steps: How many samples set the first mean and variance, >= 2. Steps without a finite, non-zero norm are
-            no samples. Until then only ``max_grad_norm`` limits a step.
+            no samples. Until then only ``max_grad_norm`` and ``clip_quantile`` limit a step.
         clip_option: What a spike is scaled down to, with mean m, spread s (see ``min_rel_std``), z-score z:
             ``"reciprocal"``: m + clip_factor * z_thresh * s * (z_thresh / z), lower for a larger outlier;
             ``"mean"``: m; ``"max"``: m + clip_factor * z_thresh * s. The authors' ``"adaptive_scaling"`` is accepted
@@ -40,6 +40,11 @@ class ZClipConfig:
             here, which makes every step of a model with a larger usual norm a clipped one.)
         min_threshold, max_threshold: Bounds of a spike's threshold, > 0. ``None``: no bound. The statistics are fed the
             bounded threshold.
+        clip_quantile: No step's norm above this running quantile of the norms, from the second sample on, also during
+            warm-up, in (0, 1). ``None``: no such limit. The run learns it by itself, for gradients of any scale; 0.1 is
+            a good start. Nine of ten steps are then scaled down, so it is meant for an optimizer that is invariant to
+            the gradient's scale, such as Adam. A small quantile goes down faster than up; it follows a lasting rise in
+            some hundreds of steps.
         patience: After so many spikes in a row the norm has shifted for good, and mean and variance become those of the
             spikes, >= 2. ``None``: never, the published rule, which clips for ever after a lasting rise of the norm.
         min_rel_std: The spread is never taken as less than this part of the mean, in [0, 1). 0: the published rule.
@@ -67,6 +72,7 @@ class ZClipConfig:
     max_grad_norm: float | None = None
     min_threshold: float | None = None
     max_threshold: float | None = None
+    clip_quantile: float | None = None
     patience: int | None = 50
     min_rel_std: float = 0.01
     eps: float = 1e-6
@@ -184,6 +190,7 @@ _CHECKS: dict[str, Any] = {
     "max_grad_norm": _number(0, optional=True),
     "min_threshold": _number(0, optional=True),
     "max_threshold": _number(0, optional=True),
+    "clip_quantile": _number(0, 1, optional=True),
     "patience": _count(2, optional=True),
     "min_rel_std": _number(0, 1, include_low=True),
     "eps": _number(0, 1),

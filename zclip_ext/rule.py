@@ -24,6 +24,7 @@ CONFIG_FIELDS = (
     "max_grad_norm",
     "min_threshold",
     "max_threshold",
+    "clip_quantile",
     "patience",
     "min_rel_std",
     "eps",
@@ -46,6 +47,8 @@ STATE_FIELDS = (
     "streak_count",
     "streak_mean",
     "streak_m2",
+    "quantile",
+    "quantile_spread",
     "elevated_run",
     "spikes",
     "clipped",
@@ -78,11 +81,20 @@ STEP, SKIP_STEP, RAISE_ERROR = 0.0, 1.0, 2.0
 _CHOICES = {"clip_option": CLIP_OPTIONS, "on_spike": ON_SPIKE, "on_nonfinite": ON_NONFINITE}
 # What stands for None.
 _UNSET = dict.fromkeys(("max_threshold", "max_grad_norm", "patience", "max_consecutive_skips"), math.inf)
-_UNSET["min_threshold"] = 0.0
+_UNSET |= {"min_threshold": 0.0, "clip_quantile": 0.0}
 
 _MAX_SUM_OF_SQUARES = 1e300  # above it the squares of the norm would overflow the statistics
 _ELEVATED = 1.0  # a z-score above this counts towards elevated_run
 _MAD_TO_STD = 1.4826  # makes the median absolute deviation of a normal distribution its standard deviation
+
+# How the running quantile follows the norms (clip_quantile). All of it is relative to the quantile itself.
+_FIRST_SPREAD = 0.3  # wide: the first norm may lie far from the quantile
+_KEEP_SPREAD, _TAKE_SPREAD = 0.98, 0.02  # remembers some 50 samples
+_MAX_DEVIATION = 3.0  # in spreads: one spike hardly moves the spread
+_SMALLEST_SPREAD = 0.01  # a constant norm must not make it blind
+_LARGEST_SPREAD = 10.0  # wild norms must not make it overflow
+_SMALLEST_RATE = 0.05  # forgets: what came long ago has little weight
+_REACH = 3.0  # in spreads: how far a rate of 1 moves it
 
 
 def config_numbers(config: ZClipConfig) -> list[float]:
@@ -174,6 +186,7 @@ def decide_(sums: Tensor, state: Tensor, config: Tensor, record: Tensor) -> None
     ended = shifted | (judged & ~spike)
     for name in ("streak_count", "streak_mean", "streak_m2"):
         n[name] = torch.where(ended, zero, n[name])
+    quantile = _follow_quantile(n, c, g, sampled & (c["clip_quantile"] != 0))
 
     # Act: leave out, clip, or raise.
     passing = ~finite & (c["on_nonfinite"] == ON_NONFINITE.index("pass"))
@@ -185,7 +198,8 @@ def decide_(sums: Tensor, state: Tensor, config: Tensor, record: Tensor) -> None
     n["consecutive_skips"] = torch.where(refused | may_skip, in_a_row, zero)
     too_many = n["consecutive_skips"] > c["max_consecutive_skips"]
     stop = refused & ((c["on_nonfinite"] == ON_NONFINITE.index("raise")) | too_many)
-    limit = torch.minimum(threshold, c["max_grad_norm"])
+    learned = torch.minimum(threshold, quantile)
+    limit = torch.minimum(learned, c["max_grad_norm"])
     clips = sampled & ~skips & (g > limit)
     scale = torch.where(clips, limit / torch.where(clips, g, one), one)
     verdict = left_out + stop.to(torch.float64)
@@ -196,7 +210,7 @@ def decide_(sums: Tensor, state: Tensor, config: Tensor, record: Tensor) -> None
         "samples": sampled,
         "spikes": spike,
         "clipped": clips,
-        "capped": clips & (c["max_grad_norm"] < threshold),
+        "capped": clips & (c["max_grad_norm"] < learned),
         "rebaselined": shifted,
         "skipped": left_out,
         "nonfinite": ~finite,
@@ -240,6 +254,27 @@ def _end_warm_up(n: dict[str, Tensor], c: dict[str, Tensor], buffer: Tensor, y: 
     n["mean"] = torch.where(done, mean, n["mean"])
     n["var"] = torch.where(done, var, n["var"])
     n["warm"] = torch.where(done, torch.ones_like(y), n["warm"])
+
+
+def _follow_quantile(n: dict[str, Tensor], c: dict[str, Tensor], g: Tensor, active: Tensor) -> Tensor:
+    """Returns the limit of this step, the quantile of the norms before it, inf where there is none; then moves it.
+
+    A share p of the norms takes it down by 1 - p, the others take it up by p, so it rests where p of them lie below.
+    """
+    one, p = torch.ones_like(g), c["clip_quantile"]
+    starts, moves = active & (n["quantile"] == 0), active & (n["quantile"] != 0)
+    limit = torch.where(moves, n["quantile"], one)
+    ratio = torch.where(moves, g, one) / limit
+    deviation = torch.maximum(ratio, one / ratio) - 1
+    bounded = torch.minimum(deviation, _MAX_DEVIATION * n["quantile_spread"])
+    spread = _KEEP_SPREAD * n["quantile_spread"] + _TAKE_SPREAD * bounded
+    spread = spread.clamp(_SMALLEST_SPREAD, _LARGEST_SPREAD)
+    move = (one / (n["samples"] + 1)).clamp(min=_SMALLEST_RATE) * (_REACH * spread)
+    moved = torch.where(ratio < 1, limit / (1 + move * (1 - p)), limit * (1 + move * p))
+    first_spread = torch.full_like(g, _FIRST_SPREAD)
+    n["quantile"] = torch.where(moves, moved, torch.where(starts, g, n["quantile"]))
+    n["quantile_spread"] = torch.where(moves, spread, torch.where(starts, first_spread, n["quantile_spread"]))
+    return torch.where(moves, limit, torch.full_like(g, math.inf))
 
 
 def _median(x: Tensor) -> Tensor:
