@@ -8,7 +8,7 @@ C_SOURCES := csrc/* tests/csrc/*.cpp tests/csrc/host_cuda/*
 OLDEST := .venv-oldest
 CUDA := .venv-cuda
 
-.PHONY: demo test test-oldest cuda-build bench venv venv-oldest lint format clean
+.PHONY: demo test test-oldest cuda-build bench bench-convergence venv venv-oldest lint format clean
 
 demo: venv
 	$(BIN)/python integrations/train_pytorch.py
@@ -38,6 +38,9 @@ $(CUDA)/.done: constraints-cuda.txt
 
 bench: venv
 	$(BIN)/python benchmarks/step_time.py
+
+bench-convergence: venv
+	$(BIN)/python benchmarks/convergence.py --quick
 
 venv: $(VENV)/.done
 
