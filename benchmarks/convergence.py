@@ -35,6 +35,7 @@ from typing import Any
 
 import clip_rules
 import convergence_report
+import docs_table
 import torch
 from rich.console import Console
 from torch import Tensor, nn
@@ -76,10 +77,16 @@ def text() -> StdlibText:
 
 
 @functools.cache
-def loss_of_frequencies() -> float:
-    """Nats per byte of a model that has learnt how frequent each byte is, and nothing else."""
+def log_frequencies() -> Tensor:
+    """What a model gives each byte that has learnt how frequent they are, and nothing else."""
     counts = torch.bincount(text().text.long(), minlength=256).double() + 1
-    return float(-(counts / counts.sum()).log()[text().held_out.long()].mean())
+    return (counts / counts.sum()).log()
+
+
+@functools.cache
+def loss_of_frequencies() -> float:
+    """Of that model on held-out text, nats per byte."""
+    return -float(log_frequencies()[text().held_out.long()].mean())
 
 
 class Data:
@@ -150,7 +157,8 @@ def train(settings: dict[str, Any], device: str) -> dict[str, Any]:
     bad_steps: list[tuple[int, float | None, float | None]] = []
     clips, left_out, false_alarms = 0, 0, 0
     seconds: dict[str, list[float]] = {"clip": [], "rest": []}
-    watch = LossWatch()
+    watch, of_text = LossWatch(), LossWatch()
+    frequencies = log_frequencies()
 
     def norm() -> float:
         return float(nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]))
@@ -186,6 +194,7 @@ def train(settings: dict[str, Any], device: str) -> dict[str, Any]:
         optimizer.zero_grad()
         seconds["rest"].append(backward + now() - start)
         watch.see(loss.item(), bad)
+        of_text.see(-float(frequencies[tokens].mean()), bad)
         if not math.isfinite(loss.item()):
             break
         if (step + 1) % every == 0 or step + 1 == training["steps"]:
@@ -196,6 +205,7 @@ def train(settings: dict[str, Any], device: str) -> dict[str, Any]:
         "held_out_loss": short(end),
         "diverged": has_diverged(end, curve, steps=len(norms), wanted=training["steps"]),
         "loss_spikes": watch.spikes,
+        "loss_spikes_of_frequencies": of_text.spikes,
         "steps": len(norms),
         "clip_rate": clips / len(norms),
         "false_alarms": false_alarms / max(1, len(norms) - len(bad_steps)),
@@ -251,18 +261,36 @@ def key(settings: dict[str, Any]) -> str:
     return json.dumps(settings, sort_keys=True)
 
 
-def read(path: Path) -> dict[str, dict[str, Any]]:
-    """The runs that are there, by their settings. Half a line at the end, of a run that was killed, is cut off."""
+def about(device: str) -> dict[str, str]:
+    """What else a run depends on. Runs that differ in this are not put into one table."""
+    machine = {"device": device, "machine": platform.machine(), "torch": torch.__version__}
+    return {**machine, "zclip_ext": zclip_ext.__version__, "text": text().fingerprint}
+
+
+def read(path: Path, expected: dict[str, str]) -> dict[str, dict[str, Any]]:
+    """The runs that are there, by their settings; not half a line at the end, of a run that was killed.
+
+    Raises:
+        ValueError: a run of another device, machine, text or version.
+    """
     text = path.read_text() if path.exists() else ""
-    whole = text[: text.rfind("\n") + 1]
-    if whole != text:
-        path.write_text(whole)
-    return {key(row["settings"]): row for row in map(json.loads, whole.splitlines())}
+    rows = [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines() if line]
+    for row in rows:
+        for name, value in row["about"].items():
+            if value != expected[name]:
+                raise ValueError(f"{path} holds runs with {name} {value!r}, here it is {expected[name]!r}")
+    return {key(row["settings"]): row for row in rows}
+
+
+def end_half_a_line(path: Path) -> None:
+    """Cuts off what a killed run has left."""
+    if path.exists():
+        text = path.read_text()
+        path.write_text(text[: text.rfind("\n") + 1])
 
 
 def run_all(wanted: list[dict[str, Any]], path: Path, jobs: int, device: str, console: Console) -> None:
-    about = {"torch": torch.__version__, "zclip_ext": zclip_ext.__version__, "machine": platform.machine()}
-    about |= {"device": device, "text": text().fingerprint}
+    end_half_a_line(path)
     context = multiprocessing.get_context("spawn")
     start = time.perf_counter()
     with ProcessPoolExecutor(jobs, mp_context=context, initializer=start_worker) as pool:
@@ -270,7 +298,7 @@ def run_all(wanted: list[dict[str, Any]], path: Path, jobs: int, device: str, co
         try:
             for number, future in enumerate(as_completed(futures), start=1):
                 settings, found = futures[future], future.result()
-                row = {"settings": settings, "result": found, "about": about}
+                row = {"settings": settings, "result": found, "about": about(device)}
                 with path.open("a") as file:
                     file.write(json.dumps(row, allow_nan=False) + "\n")
                 left = (time.perf_counter() - start) / number * (len(wanted) - number)
@@ -290,6 +318,9 @@ def main() -> None:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--jobs", type=int, help="runs at the same time, of one thread each (default: cores; cuda: 1)")
     parser.add_argument("--report", action="store_true", help="run nothing, report what is there")
+    parser.add_argument(
+        "--write", action="store_true", help="put the tables into docs/results.md, which has some plans'"
+    )
     parser.add_argument("--out", type=Path, default=Path("runs/convergence"), help="folder for lines, tables, pictures")
     arguments = parser.parse_args()
     if arguments.device == "cuda" and not torch.cuda.is_available():
@@ -302,16 +333,22 @@ def main() -> None:
     path = arguments.out / "convergence.jsonl"
     console = Console()
     runs = {key(settings): settings for settings in settings_of(arguments.plan, book)}
-    done = read(path)
+    try:
+        done = read(path, about(arguments.device))
+    except ValueError as error:
+        parser.error(f"argument --out: {error}")
     wanted = [settings for known, settings in runs.items() if known not in done]
     if wanted and not arguments.report:
         console.print(f"{len(runs)} runs, {len(runs) - len(wanted)} of them are in {path} already")
         run_all(wanted, path, jobs, arguments.device, console)
-    done = read(path)
+    done = read(path, about(arguments.device))
     rows = [done[known] for known in runs if known in done]
     if not rows:
         parser.error(f"argument --report: no run of the plan {arguments.plan!r} is in {path}")
-    print(convergence_report.write(rows, arguments.out / name))
+    summary = convergence_report.write(rows, arguments.out / name)
+    print(summary)
+    if arguments.write:
+        docs_table.put(summary, page="results.md", name=arguments.plan)
 
 
 if __name__ == "__main__":

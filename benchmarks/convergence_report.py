@@ -11,6 +11,8 @@ from typing import Any
 
 BASELINE = "fixed 1"  # what most runs use, and the paper compares with
 EARLY = 100  # steps
+# Student's t for an interval of 95 %, from two seeds on.
+STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
 # Okabe and Ito: told apart by colour-blind eyes.
 COLOURS = {
     "none": "#000000",
@@ -53,6 +55,11 @@ class Group:
         """The learning rate with the lowest mean of losses."""
         return min(self.runs[method], key=lambda rate: (mean(self.losses(method, rate)), rate))
 
+    def edge(self, method: str) -> str:
+        """Says where a rate that wasn't tried may be better."""
+        rates = self.runs[method]
+        return " (edge)" if len(rates) > 1 and self.best_rate(method) in (min(rates), max(rates)) else ""
+
     def best(self, method: str) -> list[float]:
         return self.losses(method, self.best_rate(method))
 
@@ -66,18 +73,21 @@ class Group:
         return f"at least {stable}"
 
     def against(self, other: str, method: str) -> tuple[float, float] | None:
-        """Mean and standard error of the difference in loss, seed by seed, each at its best learning rate."""
-        pairs = list(zip(self.best(method), self.best(other), strict=False))
-        differences = [ours - theirs for ours, theirs in pairs if math.isfinite(ours - theirs)]
-        if len(differences) < len(pairs) or len(differences) < 2:
+        """Mean difference in loss, seed by seed, each at its best learning rate, and half its 95 % interval."""
+        ours, theirs = (self.runs[name][self.best_rate(name)] for name in (method, other))
+        seeds = sorted(set(ours) & set(theirs))
+        if len(seeds) < 2 or any(runs[seed]["diverged"] for runs in (ours, theirs) for seed in seeds):
             return None
-        return mean(differences), statistics.stdev(differences) / math.sqrt(len(differences))
+        differences = [ours[seed]["held_out_loss"] - theirs[seed]["held_out_loss"] for seed in seeds]
+        student = STUDENT[min(len(seeds) - 2, len(STUDENT) - 1)]
+        return mean(differences), student * statistics.stdev(differences) / math.sqrt(len(seeds))
 
     def steps_to(self, baseline: str, method: str) -> tuple[float, float] | None:
         """Mean steps until the loss at the end of the baseline's best runs, and the learning rate that is soonest."""
         if baseline not in self.runs:
             return None
-        goals = {s: run["curve"][-1][1] for s, run in self.runs[baseline][self.best_rate(baseline)].items()}
+        best = self.runs[baseline][self.best_rate(baseline)]
+        goals = {seed: None if run["diverged"] else run["curve"][-1][1] for seed, run in best.items()}
         found = []
         for rate, runs in self.runs[method].items():
             crossings = [crossing(run["curve"], goals.get(s)) for s, run in runs.items()]
@@ -124,9 +134,9 @@ def summary_table(group: Group) -> str:
         f"less than {BASELINE}",
         "largest stable lr",
         f"steps to {BASELINE}'s best",
-        "loss spikes",
+        "loss spikes (of the text)",
         "steps clipped",
-        "clip, of the step",
+        "clip / rest of the step",
     ]
     lines = [line(titles), line(["---"] + ["---:"] * (len(titles) - 1))]
     for method in sorted(group.methods, key=lambda name: mean(group.best(name))):
@@ -135,11 +145,11 @@ def summary_table(group: Group) -> str:
         cells = [
             method,
             spread(group.best(method)),
-            f"{group.best_rate(method):g}",
+            f"{group.best_rate(method):g}{group.edge(method)}",
             "" if difference is None else f"{-difference[0]:+.3f} ± {difference[1]:.3f}",
             group.largest_stable(method),
             "never" if soonest is None else f"{soonest[0]:.0f} (lr {soonest[1]:g})",
-            f"{group.typical(method, 'loss_spikes'):.1f}",
+            f"{group.typical(method, 'loss_spikes'):.1f} ({group.typical(method, 'loss_spikes_of_frequencies'):.1f})",
             f"{group.typical(method, 'clip_rate'):.0%}",
             f"{group.typical(method, 'clip_share'):.1%}",
         ]
@@ -161,17 +171,17 @@ def corrupted_table(group: Group) -> str:
         runs = group.runs[method][group.best_rate(method)].values()
         bad = [(*entry, run["norm"]["median"]) for run in runs for entry in run["bad_steps"]]
         if not bad:
-            return ""
-        left = [after / usual for _, _, after, usual in bad if after is not None]
+            continue
+        left = [after / usual for _, _, after, usual in bad if after is not None and usual]
         cells = [
             method,
             caught([entry for entry in bad if entry[0] < EARLY]),
             caught([entry for entry in bad if entry[0] >= EARLY]),
-            f"{statistics.median(left):.1f}",
+            f"{statistics.median(left):.1f}" if left else "",
             f"{mean([run['false_alarms'] for run in runs]):.1%}",
         ]
         lines.append(line(cells))
-    return "\n".join(lines)
+    return "\n".join(lines) if len(lines) > 2 else ""
 
 
 def caught(bad: Sequence[tuple[Any, ...]]) -> str:

@@ -25,7 +25,15 @@ def main(description: str | None, make: Callable[[], str], *, page: str, name: s
     text = make()
     print(text)
     if arguments.write:
-        path = ROOT / "docs" / page
-        begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
-        pattern = re.escape(begin) + ".*?" + re.escape(end)
-        path.write_text(re.sub(pattern, lambda _: f"{begin}\n{text}\n{end}", path.read_text(), flags=re.DOTALL))
+        put(text, page=page, name=name)
+
+
+def put(text: str, *, page: str, name: str) -> None:
+    """Puts the text between the marks of the page. ``ValueError``: the page has no such marks."""
+    path = ROOT / "docs" / page
+    begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+    pattern = re.escape(begin) + ".*?" + re.escape(end)
+    new, count = re.subn(pattern, lambda _: f"{begin}\n{text}\n{end}", path.read_text(), flags=re.DOTALL)
+    if count != 1:
+        raise ValueError(f"docs/{page}: expected one pair of marks {begin} and {end}, got {count}")
+    path.write_text(new)

@@ -50,6 +50,8 @@
     X(streak_m2)              \
     X(quantile)               \
     X(quantile_spread)        \
+    X(quantile_streak)        \
+    X(quantile_streak_min)    \
     X(elevated_run)           \
     X(spikes)                 \
     X(clipped)                \
@@ -110,6 +112,7 @@ constexpr double kSmallestSpread = 0.01;                  // a constant norm mus
 constexpr double kLargestSpread = 10.0;                   // wild norms must not make it overflow
 constexpr double kSmallestRate = 0.05;                    // forgets: what came long ago has little weight
 constexpr double kReach = 3.0;                            // in spreads: how far a rate of 1 moves it
+constexpr double kShift = 10.0;                           // so many norms in a row far above it: it starts again there
 
 ZCLIP_FN double smaller(double a, double b) { return a < b ? a : b; }
 ZCLIP_FN double larger(double a, double b) { return a > b ? a : b; }
@@ -208,19 +211,37 @@ ZCLIP_FN void learn(double y, const Config& c, State* s, const Record& r) {
     }
 }
 
+ZCLIP_FN void start_quantile(double g, State* s) {
+    s->quantile = g;
+    s->quantile_spread = kFirstSpread;
+    s->quantile_streak = 0.0;
+    s->quantile_streak_min = 0.0;
+}
+
 // The limit of this step: the quantile of the norms before it. Then moves the quantile: a share p of the norms takes it
 // down by 1 - p, the others take it up by p, so it rests where p of them lie below. `samples` counts this one, too.
+// Up is slow where p is small, so norms that stay far above it start it again, at the least of them.
 ZCLIP_FN double follow_quantile(double g, const Config& c, State* s) {
     if (s->quantile == 0.0) {
-        s->quantile = g;
-        s->quantile_spread = kFirstSpread;
+        start_quantile(g, s);
         return HUGE_VAL;
     }
     const double limit = s->quantile;
     const double ratio = g / limit;
     const double deviation = larger(ratio, 1.0 / ratio) - 1.0;
-    const double bounded = smaller(deviation, kMaxDeviation * s->quantile_spread);
-    const double spread = kKeepSpread * s->quantile_spread + kTakeSpread * bounded;
+    const double largest = kMaxDeviation * s->quantile_spread;
+    if (ratio > 1.0 && deviation > largest) {
+        s->quantile_streak_min = s->quantile_streak == 0.0 ? g : smaller(s->quantile_streak_min, g);
+        s->quantile_streak = s->quantile_streak + 1.0;
+    } else {
+        s->quantile_streak = 0.0;
+        s->quantile_streak_min = 0.0;
+    }
+    if (s->quantile_streak >= kShift) {
+        start_quantile(s->quantile_streak_min, s);
+        return limit;
+    }
+    const double spread = kKeepSpread * s->quantile_spread + kTakeSpread * smaller(deviation, largest);
     s->quantile_spread = smaller(larger(spread, kSmallestSpread), kLargestSpread);
     const double move = larger(kSmallestRate, 1.0 / s->samples) * (kReach * s->quantile_spread);
     const double p = c.clip_quantile;

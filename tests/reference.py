@@ -36,6 +36,7 @@ class ReferenceZClip:
         self.mean = self.var = None
         self.first, self.streak = [], []
         self.quantile = self.quantile_spread = None
+        self.far_above = []
         self.quantile_limit = math.inf
         self.skips_in_a_row = 0
         self.counts = dict.fromkeys(
@@ -116,6 +117,10 @@ class ReferenceZClip:
             return
         self.quantile_limit = q = self.quantile
         deviation = (g / q if g >= q else q / g) - 1
+        self.far_above = [*self.far_above, g] if g > q and deviation > 3 * self.quantile_spread else []
+        if len(self.far_above) == 10:
+            self.quantile, self.quantile_spread, self.far_above = min(self.far_above), 0.3, []
+            return
         spread = 0.98 * self.quantile_spread + 0.02 * min(deviation, 3 * self.quantile_spread)
         self.quantile_spread = min(max(spread, 0.01), 10.0)
         move = 3 * self.quantile_spread * max(0.05, 1 / self.counts["samples"])

@@ -29,6 +29,7 @@ def test_json_carries_it():
         ({"mean": math.nan}, r"state_dict\['mean'\]: got nan"),
         ({"var": -0.5}, r"state_dict\['var'\]: got -0.5"),
         ({"quantile": -1.0}, r"state_dict\['quantile'\]: got -1.0"),
+        ({"quantile_streak": 0.5}, r"state_dict\['quantile_streak'\]: got 0.5"),
         ({"quantile_spread": math.inf}, r"state_dict\['quantile_spread'\]: got inf"),
         ({"steps": 1.5}, r"state_dict\['steps'\]: got 1.5, allowed is a whole number"),
         ({"spikes": -1}, r"state_dict\['spikes'\]: got -1"),
@@ -125,6 +126,10 @@ def test_clip_quantile_switched_on_and_off_in_between():
     assert off.metrics()["quantile"] == 0
     for name in ("quantile", "quantile_spread"):
         assert off.state_dict()[name] == saved[name]
+    for _ in range(100):
+        off.decide(20.0)
+    on.load_state_dict(off.state_dict())
+    assert [on.decide(20.0).scale for _ in range(11)][-1] == 1.0  # where the norms are now, after ten
 
 
 def test_the_quantile_outlives_a_new_warm_up():

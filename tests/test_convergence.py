@@ -201,7 +201,14 @@ def test_a_study_goes_on_where_it_was(tmp_path, monkeypatch, capsys):
 
 def row(method, rate, seed, loss, curve=((100, 3.0), (200, 2.0)), **result):
     names = {"regime": "clean", "size": "0.1M", "lr": rate, "seed": seed, "method": method}
-    measured = {"diverged": loss is None, "loss_spikes": 1, "clip_rate": 0.25, "clip_share": 0.01, "bad_steps": []}
+    measured = {
+        "diverged": loss is None,
+        "loss_spikes": 1,
+        "loss_spikes_of_frequencies": 3,
+        "clip_rate": 0.25,
+        "clip_share": 0.01,
+        "bad_steps": [],
+    }
     measured |= {"norm": {"median": 0.5}, "false_alarms": 0.125, **result}
     return {"settings": names, "result": {"held_out_loss": loss, "curve": curve, **measured}}
 
@@ -209,10 +216,13 @@ def row(method, rate, seed, loss, curve=((100, 3.0), (200, 2.0)), **result):
 def test_report(tmp_path):
     rows = [row("fixed 1", 0.01, seed, 2.0 + 0.1 * seed) for seed in range(2)]
     rows += [row("fixed 1", 0.1, 0, 1.5), row("fixed 1", 0.1, 1, None)]
-    rows += [row("ZClip", 0.1, seed, 1.9 + 0.1 * seed, ((100, 2.5), (200, 1.5))) for seed in range(2)]
+    rows += [row("ZClip", 0.1, seed, 1.9 + 0.12 * seed, ((100, 2.5), (200, 1.5))) for seed in range(2)]
     summary = convergence_report.write(rows, tmp_path / "r")
-    assert "| fixed 1 | 2.050 (2.000 to 2.100) | 0.01 |  | 0.01 | 200 (lr 0.01) | 1.0 | 25% | 1.0% |" in summary
-    ours = "1.950 (1.900 to 2.000) | 0.1 | +0.100 ± 0.000 | at least 0.1 | 150 (lr 0.1) | 1.0 | 25% | 1.0%"
+    assert (
+        "| fixed 1 | 2.050 (2.000 to 2.100) | 0.01 (edge) |  | 0.01 | 200 (lr 0.01) | 1.0 (3.0) | 25% | 1.0% |"
+        in summary
+    )
+    ours = "1.960 (1.900 to 2.020) | 0.1 (edge) | +0.090 ± 0.127 | at least 0.1 | 150 (lr 0.1) | 1.0 (3.0) | 25% | 1.0%"
     assert f"| ZClip | {ours} |" in summary
     assert "| fixed 1 | 2.000, 2.100 | 1.500, diverged |" in (tmp_path / "r.md").read_text()
     assert "corrupted" not in summary

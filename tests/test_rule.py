@@ -80,7 +80,9 @@ def test_statistics_stay_finite(seed, log_space):
     for norm in random_norms(rng, 300):
         zclip.decide(norm * rng.choice([1.0, 1e-150, 1e100, -1.0]))
     state = zclip.state_dict()
-    for name in ("mean", "var", "warmup_mean", "warmup_m2", "streak_mean", "streak_m2", "quantile", "quantile_spread"):
+    for name in ("mean", "var", "warmup_mean", "warmup_m2", "streak_mean", "streak_m2"):
+        assert math.isfinite(state[name]), name
+    for name in ("quantile", "quantile_spread", "quantile_streak_min"):
         assert math.isfinite(state[name]), name
 
 
@@ -179,6 +181,24 @@ def test_the_quantile_follows_a_lasting_change(change, sigma):
     place = change * math.exp(-1.2816 * sigma)
     # It wanders around its place. Seen: 0.36 at most, at the wider noise.
     assert all(abs(math.log(quantile / place)) < 0.5 for quantile in found[1300:])
+
+
+@pytest.mark.parametrize("first", [1e-6, 0.1, 0.3])
+@pytest.mark.parametrize("p", [0.01, 0.1])
+def test_a_small_first_norm_holds_few_steps_back(first, p):
+    found, _ = quantiles([first, *lognormal(seeded(6), 100, 0.1)], p)
+    # Three standard deviations below the median of the norms.
+    assert all(quantile > math.exp(-0.3) for quantile in found[10:])
+
+
+def test_ten_norms_far_above_start_the_quantile_again_and_nine_do_not():
+    usual, far = usual_norms(100), [5.0, 4.0, 6.0, 5.0, 7.0, 8.0, 5.0, 4.5, 6.0]
+    found, _ = quantiles([*usual, *far, 1.0, *far], 0.1)
+    assert max(found) < 1.1
+    found, scales = quantiles([*usual, *far, 5.0, 5.0], 0.1, z_thresh=1e9)
+    assert found[109] == 4.0  # the least of the ten
+    assert scales[109] * 5.0 < 1.1
+    assert scales[110] == 4.0 / 5.0
 
 
 def test_constant_norms_do_not_blind_the_quantile():

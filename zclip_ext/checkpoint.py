@@ -14,7 +14,8 @@ from .telemetry import warn
 VERSION = 1
 _BUFFER = "warmup_norm_"
 _NOT_COUNTS = {"mean", "var", "warmup_mean", "warmup_m2", "streak_mean", "streak_m2"}
-_NOT_COUNTS |= {"quantile", "quantile_spread", "last_grad_norm", "last_z_score", "last_threshold", "last_scale"}
+_NOT_COUNTS |= {"quantile", "quantile_spread", "quantile_streak_min"}
+_NOT_COUNTS |= {"last_grad_norm", "last_z_score", "last_threshold", "last_scale"}
 _SIGNED = {"mean", "warmup_mean", "streak_mean", "last_z_score"}
 _MAY_BE_INFINITE = {"last_grad_norm", "last_threshold"}
 

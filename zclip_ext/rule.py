@@ -49,6 +49,8 @@ STATE_FIELDS = (
     "streak_m2",
     "quantile",
     "quantile_spread",
+    "quantile_streak",
+    "quantile_streak_min",
     "elevated_run",
     "spikes",
     "clipped",
@@ -95,6 +97,7 @@ _SMALLEST_SPREAD = 0.01  # a constant norm must not make it blind
 _LARGEST_SPREAD = 10.0  # wild norms must not make it overflow
 _SMALLEST_RATE = 0.05  # forgets: what came long ago has little weight
 _REACH = 3.0  # in spreads: how far a rate of 1 moves it
+_SHIFT = 10  # so many norms in a row far above it: it starts again there
 
 
 def config_numbers(config: ZClipConfig) -> list[float]:
@@ -260,20 +263,32 @@ def _follow_quantile(n: dict[str, Tensor], c: dict[str, Tensor], g: Tensor, acti
     """Returns the limit of this step, the quantile of the norms before it, inf where there is none; then moves it.
 
     A share p of the norms takes it down by 1 - p, the others take it up by p, so it rests where p of them lie below.
+    Up is slow where p is small, so norms that stay far above it start it again, at the least of them.
     """
-    one, p = torch.ones_like(g), c["clip_quantile"]
-    starts, moves = active & (n["quantile"] == 0), active & (n["quantile"] != 0)
+    zero, one, p = torch.zeros_like(g), torch.ones_like(g), c["clip_quantile"]
+    first, moves = active & (n["quantile"] == 0), active & (n["quantile"] != 0)
     limit = torch.where(moves, n["quantile"], one)
     ratio = torch.where(moves, g, one) / limit
     deviation = torch.maximum(ratio, one / ratio) - 1
-    bounded = torch.minimum(deviation, _MAX_DEVIATION * n["quantile_spread"])
-    spread = _KEEP_SPREAD * n["quantile_spread"] + _TAKE_SPREAD * bounded
+    largest = _MAX_DEVIATION * n["quantile_spread"]
+    far_above = (ratio > 1) & (deviation > largest)
+    streak = torch.where(far_above, n["quantile_streak"] + 1, zero)
+    least = torch.where(n["quantile_streak"] == 0, g, torch.minimum(n["quantile_streak_min"], g))
+    shifted = moves & (streak >= _SHIFT)
+    starts = first | shifted
+
+    spread = _KEEP_SPREAD * n["quantile_spread"] + _TAKE_SPREAD * torch.minimum(deviation, largest)
     spread = spread.clamp(_SMALLEST_SPREAD, _LARGEST_SPREAD)
     move = (one / (n["samples"] + 1)).clamp(min=_SMALLEST_RATE) * (_REACH * spread)
     moved = torch.where(ratio < 1, limit / (1 + move * (1 - p)), limit * (1 + move * p))
-    first_spread = torch.full_like(g, _FIRST_SPREAD)
-    n["quantile"] = torch.where(moves, moved, torch.where(starts, g, n["quantile"]))
-    n["quantile_spread"] = torch.where(moves, spread, torch.where(starts, first_spread, n["quantile_spread"]))
+
+    def keep(name: str, started: Tensor, followed: Tensor) -> None:
+        n[name] = torch.where(starts, started, torch.where(moves, followed, n[name]))
+
+    keep("quantile", torch.where(shifted, least, g), moved)
+    keep("quantile_spread", torch.full_like(g, _FIRST_SPREAD), spread)
+    keep("quantile_streak", zero, streak)
+    keep("quantile_streak_min", zero, torch.where(far_above, least, zero))
     return torch.where(moves, limit, torch.full_like(g, math.inf))
 
 
