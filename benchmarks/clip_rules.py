@@ -1,4 +1,7 @@
-"""Ways to clip a gradient, ours and its peers', behind one call, for benchmarks that train with each of them."""
+"""Ways to clip a gradient, ours and its peers', behind one call, for benchmarks that train with each of them.
+
+Peers do what their papers say, no more: a norm that isn't finite breaks AutoClip, one of 0 in its first steps AdaGC.
+"""
 
 from __future__ import annotations
 

@@ -42,9 +42,10 @@ class ZClipConfig:
             bounded threshold.
         clip_quantile: No step's norm above this running quantile of the norms, from the second sample on, also during
             warm-up, in (0, 1). ``None``: no such limit. The run learns it by itself, for gradients of any scale; 0.1 is
-            a good start. Nine of ten steps are then scaled down, so it is meant for an optimizer that is invariant to
-            the gradient's scale, such as Adam. A small quantile goes down faster than up; it follows a lasting rise in
-            some hundreds of steps.
+            a good start. Some eight steps in ten are then scaled down, which reads and writes all gradients, and is
+            meant for an optimizer that is invariant to the gradient's scale, such as Adam; to others it is a lower
+            learning rate. It follows the norm down within some steps and up more slowly, the smaller it is; ten norms
+            in a row far above it start it again, at the least of them.
         patience: After so many spikes in a row the norm has shifted for good, and mean and variance become those of the
             spikes, >= 2. ``None``: never, the published rule, which clips for ever after a lasting rise of the norm.
         min_rel_std: The spread is never taken as less than this part of the mean, in [0, 1). 0: the published rule.
