@@ -225,8 +225,9 @@ def write(rows: list[Row], path: Path) -> str:
     summary = "\n\n".join([head, *summaries])
     path.with_suffix(".md").write_text("\n\n".join([summary, *each]) + "\n")
     draw_best(groups, path.with_suffix(".png"))
-    if any(len(group.rates) > 1 for group in groups):
-        draw_rates(groups, path.with_name(f"{path.name}_lr.png"))
+    over_rates = [group for group in groups if len(group.rates) > 1]
+    if over_rates:
+        draw_rates(over_rates, path.with_name(f"{path.name}_lr.png"))
     return summary
 
 
@@ -234,9 +235,14 @@ def panels(groups: list[Group], width: float, height: float) -> tuple[Any, list[
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(width * len(groups), height), layout="constrained")
+    columns = min(2, len(groups))
+    rows = math.ceil(len(groups) / columns)
+    figure = Figure(figsize=(width * columns, height * rows), layout="constrained")
     FigureCanvasAgg(figure)
-    axes = list(figure.subplots(1, len(groups), squeeze=False)[0])
+    axes = list(figure.subplots(rows, columns, squeeze=False).flat)
+    for unused in axes[len(groups) :]:
+        unused.remove()
+    axes = axes[: len(groups)]
     for one, group in zip(axes, groups, strict=True):
         one.set_title(group.name, loc="left", fontsize=11)
         one.spines[["top", "right"]].set_visible(False)
@@ -287,7 +293,7 @@ def draw_rates(groups: list[Group], path: Path) -> None:
         if math.isfinite(lowest):
             one.set_ylim(lowest - 0.08, lowest + 1.0)
         one.set_xlabel("learning rate")
-    axes[0].set_ylabel("held-out loss, nats per byte")
+        one.set_ylabel("held-out loss, nats per byte")
     axes[0].legend(frameon=False, fontsize=9)
     figure.suptitle("Held-out loss over the learning rate; a line ends where a seed diverged", fontsize=11)
     figure.savefig(path, dpi=150)
