@@ -17,6 +17,10 @@ import zclip_ext
 Clip = Callable[[nn.Module], bool]
 
 
+def gradients_of(model: nn.Module) -> list[torch.Tensor]:
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
 def build(rules: Sequence[Mapping[str, Any]]) -> Clip:
     """Several rules one after the other, each ``{"rule": name, **options}`` with a name in ``RULES``; none: no clip."""
     clips = [RULES[rule["rule"]](**{name: value for name, value in rule.items() if name != "rule"}) for rule in rules]
@@ -49,8 +53,7 @@ def autoclip(percentile: float) -> Clip:
     history: list[float] = []
 
     def clip(model: nn.Module) -> bool:
-        gradients = [p.grad for p in model.parameters() if p.grad is not None]
-        norm = nn.utils.get_total_norm(gradients)
+        norm = nn.utils.get_total_norm(gradients_of(model))
         history.append(float(norm))
         limit = float(torch.quantile(torch.tensor(history), percentile / 100))
         nn.utils.clip_grads_with_norm_(model.parameters(), limit, norm)
@@ -70,7 +73,7 @@ def adagc(relative: float, beta: float, start: int, absolute: float) -> Clip:
     def clip(model: nn.Module) -> bool:
         nonlocal step, means
         step += 1
-        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        gradients = gradients_of(model)
         if step <= start:
             nn.utils.clip_grad_norm_(model.parameters(), absolute)
             norms = torch._foreach_norm(gradients)

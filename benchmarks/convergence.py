@@ -31,7 +31,7 @@ import warnings
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import clip_rules
 import convergence_report
@@ -41,12 +41,14 @@ from rich.console import Console
 from torch import Tensor, nn
 
 import zclip_ext
+from zclip_ext.plot import read_log
 
 FOLDER = Path(__file__).resolve().parent
 sys.path.insert(0, str(FOLDER.parent / "integrations"))
+import demo  # noqa: E402
 from stdlib_text import StdlibText  # noqa: E402
 
-AXES = ("size", "regime", "lr", "seed", "method")
+AXES = ("seed", "regime", "size", "lr", "method")  # in this order, so that a study that is cut short has whole seeds
 HELD_OUT_WINDOWS = 256  # at the end
 CURVE_WINDOWS = 64  # on the way
 CURVE_POINTS = 16
@@ -56,10 +58,10 @@ EMA = 0.9
 
 def settings_of(plan: str, book: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Every run of a plan, with all that it depends on."""
+    known = {"regime": book["regimes"], "size": book["sizes"], "method": book["methods"]}
     for grid in book["plans"][plan]:
-        known = {"regime": book["regimes"], "size": book["sizes"], "method": book["methods"]}
-        for values in itertools.product(*(grid[axis] for axis in ("seed", "regime", "size", "lr", "method"))):
-            names = dict(zip(("seed", "regime", "size", "lr", "method"), values, strict=True))
+        for values in itertools.product(*(grid[axis] for axis in AXES)):
+            names = dict(zip(AXES, values, strict=True))
             for axis, entries in known.items():
                 if names[axis] not in entries:
                     raise SystemExit(f"plan {plan!r}: unknown {axis} {names[axis]!r}, known are {', '.join(entries)}")
@@ -135,15 +137,11 @@ def rate_at(step: int, training: dict[str, Any]) -> float:
 
 def train(settings: dict[str, Any], device: str) -> dict[str, Any]:
     """One run. Returns what was measured."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     warnings.filterwarnings("ignore", category=zclip_ext.ZClipWarning)  # what they tell of is counted here
     training = settings["training"]
     torch.manual_seed(settings["seed"])
     longest = max([training["length"], *(length for _, length in training["shapes"].values())])
-    shape = {"vocab_size": 256, "max_position_embeddings": longest, "use_cache": False}
-    model: Any = LlamaForCausalLM(LlamaConfig(**shape, **settings["model"]))
-    model.to(device)
+    model = demo.build_model(longest, settings["model"]).to(device)
     optimizer = torch.optim.AdamW(
         model.parameters(),
         lr=settings["lr"],
@@ -151,6 +149,7 @@ def train(settings: dict[str, Any], device: str) -> dict[str, Any]:
         weight_decay=training["weight_decay"],
     )
     data, clip = Data(training, settings["seed"]), clip_rules.build(settings["rules"])
+    on_the_way, at_the_end = data.held_out(CURVE_WINDOWS), data.held_out(HELD_OUT_WINDOWS)
     every = max(1, training["steps"] // CURVE_POINTS)
     curve: list[tuple[int, float]] = []
     norms: list[float] = []
@@ -161,7 +160,7 @@ def train(settings: dict[str, Any], device: str) -> dict[str, Any]:
     frequencies = log_frequencies()
 
     def norm() -> float:
-        return float(nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]))
+        return float(nn.utils.get_total_norm(clip_rules.gradients_of(model)))
 
     def now() -> float:
         if device == "cuda":
@@ -193,13 +192,14 @@ def train(settings: dict[str, Any], device: str) -> dict[str, Any]:
             optimizer.step()
         optimizer.zero_grad()
         seconds["rest"].append(backward + now() - start)
-        watch.see(loss.item(), bad)
+        value = loss.item()
+        watch.see(value, bad)
         of_text.see(-float(frequencies[tokens].mean()), bad)
-        if not math.isfinite(loss.item()):
+        if not math.isfinite(value):
             break
         if (step + 1) % every == 0 or step + 1 == training["steps"]:
-            curve.append((step + 1, loss_on(model, data.held_out(CURVE_WINDOWS), device)))
-    end = loss_on(model, data.held_out(HELD_OUT_WINDOWS), device)
+            curve.append((step + 1, loss_on(model, on_the_way, device)))
+    end = loss_on(model, at_the_end, device)
     finite = [value for value in norms if math.isfinite(value)] or [math.nan]
     return {
         "held_out_loss": short(end),
@@ -263,44 +263,43 @@ def key(settings: dict[str, Any]) -> str:
 
 def about(device: str) -> dict[str, str]:
     """What else a run depends on. Runs that differ in this are not put into one table."""
-    machine = {"device": device, "machine": platform.machine(), "torch": torch.__version__}
-    return {**machine, "zclip_ext": zclip_ext.__version__, "text": text().fingerprint}
+    return {
+        "device": device,
+        "machine": platform.machine(),
+        "torch": torch.__version__,
+        "zclip_ext": zclip_ext.__version__,
+        "text": text().fingerprint,
+    }
 
 
-def read(path: Path, expected: dict[str, str]) -> dict[str, dict[str, Any]]:
-    """The runs that are there, by their settings; not half a line at the end, of a run that was killed.
+def read(path: Path, expected: dict[str, str]) -> list[dict[str, Any]]:
+    """The runs that are there.
 
     Raises:
         ValueError: a run of another device, machine, text or version.
     """
-    text = path.read_text() if path.exists() else ""
-    rows = [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines() if line]
+    rows = read_log(path) if path.exists() else []
     for row in rows:
         for name, value in row["about"].items():
             if value != expected[name]:
                 raise ValueError(f"{path} holds runs with {name} {value!r}, here it is {expected[name]!r}")
-    return {key(row["settings"]): row for row in rows}
+    return rows
 
 
-def end_half_a_line(path: Path) -> None:
-    """Cuts off what a killed run has left."""
-    if path.exists():
-        text = path.read_text()
-        path.write_text(text[: text.rfind("\n") + 1])
-
-
-def run_all(wanted: list[dict[str, Any]], path: Path, jobs: int, device: str, console: Console) -> None:
-    end_half_a_line(path)
+def run_all(
+    wanted: list[dict[str, Any]], log: TextIO, jobs: int, here: dict[str, str], console: Console
+) -> Iterator[dict[str, Any]]:
+    """Runs what is wanted; each run goes into the log when it is done, and is given."""
     context = multiprocessing.get_context("spawn")
     start = time.perf_counter()
     with ProcessPoolExecutor(jobs, mp_context=context, initializer=start_worker) as pool:
-        futures = {pool.submit(train, settings, device): settings for settings in wanted}
+        futures = {pool.submit(train, settings, here["device"]): settings for settings in wanted}
         try:
             for number, future in enumerate(as_completed(futures), start=1):
                 settings, found = futures[future], future.result()
-                row = {"settings": settings, "result": found, "about": about(device)}
-                with path.open("a") as file:
-                    file.write(json.dumps(row, allow_nan=False) + "\n")
+                row = {"settings": settings, "result": found, "about": here}
+                log.write(json.dumps(row, allow_nan=False) + "\n")
+                yield row
                 left = (time.perf_counter() - start) / number * (len(wanted) - number)
                 loss = "diverged" if found["diverged"] else f"{found['held_out_loss']:.3f}"
                 names = " ".join(f"{settings[axis]}" for axis in AXES)
@@ -316,36 +315,36 @@ def main() -> None:
     parser.add_argument("--plan", choices=list(book["plans"]), default="full", help="a plan in convergence.json")
     parser.add_argument("--quick", action="store_const", dest="plan", const="quick", help="the same as --plan quick")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--jobs", type=int, help="runs at the same time, of one thread each (default: cores; cuda: 1)")
-    parser.add_argument("--report", action="store_true", help="run nothing, report what is there")
     parser.add_argument(
-        "--write", action="store_true", help="put the tables into docs/results.md, which has some plans'"
+        "--jobs", type=demo.whole(1, 1024), help="runs at the same time, of one thread each (default: cores; cuda: 1)"
     )
+    parser.add_argument("--report", action="store_true", help="run nothing, report what is there")
+    parser.add_argument("--write", action="store_true", help="put the tables of this plan into docs/results.md")
     parser.add_argument("--out", type=Path, default=Path("runs/convergence"), help="folder for lines, tables, pictures")
     arguments = parser.parse_args()
     if arguments.device == "cuda" and not torch.cuda.is_available():
         parser.error("argument --device: got 'cuda', but torch sees no GPU")
     jobs = arguments.jobs if arguments.jobs is not None else 1 if arguments.device == "cuda" else os.cpu_count() or 1
-    if jobs < 1:
-        parser.error(f"argument --jobs: got {jobs}, allowed is a whole number of at least 1")
-    arguments.out.mkdir(parents=True, exist_ok=True)
+    demo.make_folder(parser, arguments.out)
     name = "convergence" if arguments.plan == "full" else f"convergence_{arguments.plan}"
     path = arguments.out / "convergence.jsonl"
     console = Console()
     runs = {key(settings): settings for settings in settings_of(arguments.plan, book)}
+    here = about(arguments.device)
     try:
-        done = read(path, about(arguments.device))
+        rows = read(path, here)
     except ValueError as error:
         parser.error(f"argument --out: {error}")
+    done = {key(row["settings"]): row for row in rows}
     wanted = [settings for known, settings in runs.items() if known not in done]
     if wanted and not arguments.report:
         console.print(f"{len(runs)} runs, {len(runs) - len(wanted)} of them are in {path} already")
-        run_all(wanted, path, jobs, arguments.device, console)
-    done = read(path, about(arguments.device))
-    rows = [done[known] for known in runs if known in done]
-    if not rows:
+        with demo.open_log(path, len(rows)) as log:  # less half a line, of a run that was killed
+            done |= {key(row["settings"]): row for row in run_all(wanted, log, jobs, here, console)}
+    found = [done[known] for known in runs if known in done]
+    if not found:
         parser.error(f"argument --report: no run of the plan {arguments.plan!r} is in {path}")
-    summary = convergence_report.write(rows, arguments.out / name)
+    summary = convergence_report.write(found, arguments.out / name)
     print(summary)
     if arguments.write:
         docs_table.put(summary, page="results.md", name=arguments.plan)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from statistics import fmean, median, stdev
 from typing import Any
 
 BASELINE = "fixed 1"  # what most runs use, and the paper compares with
@@ -53,7 +53,7 @@ class Group:
 
     def best_rate(self, method: str) -> float:
         """The learning rate with the lowest mean of losses."""
-        return min(self.runs[method], key=lambda rate: (mean(self.losses(method, rate)), rate))
+        return min(self.runs[method], key=lambda rate: (fmean(self.losses(method, rate)), rate))
 
     def edge(self, method: str) -> str:
         """Says where a rate that wasn't tried may be better."""
@@ -80,7 +80,7 @@ class Group:
             return None
         differences = [ours[seed]["held_out_loss"] - theirs[seed]["held_out_loss"] for seed in seeds]
         student = STUDENT[min(len(seeds) - 2, len(STUDENT) - 1)]
-        return mean(differences), student * statistics.stdev(differences) / math.sqrt(len(seeds))
+        return fmean(differences), student * stdev(differences) / math.sqrt(len(seeds))
 
     def steps_to(self, baseline: str, method: str) -> tuple[float, float] | None:
         """Mean steps until the loss at the end of the baseline's best runs, and the learning rate that is soonest."""
@@ -92,16 +92,12 @@ class Group:
         for rate, runs in self.runs[method].items():
             crossings = [crossing(run["curve"], goals.get(s)) for s, run in runs.items()]
             if crossings and None not in crossings:
-                found.append((mean([step for step in crossings if step is not None]), rate))
+                found.append((fmean([step for step in crossings if step is not None]), rate))
         return min(found, default=None)
 
     def typical(self, method: str, name: str) -> float:
         """Mean over seeds of a measured number at the method's best learning rate."""
-        return mean([run[name] for run in self.runs[method][self.best_rate(method)].values()])
-
-
-def mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values) if values else math.inf
+        return fmean([run[name] for run in self.runs[method][self.best_rate(method)].values()])
 
 
 def crossing(curve: Sequence[tuple[int, float | None]], goal: float | None) -> float | None:
@@ -138,8 +134,8 @@ def summary_table(group: Group) -> str:
         "steps clipped",
         "clip / rest of the step",
     ]
-    lines = [line(titles), line(["---"] + ["---:"] * (len(titles) - 1))]
-    for method in sorted(group.methods, key=lambda name: mean(group.best(name))):
+    rows = []
+    for method in sorted(group.methods, key=lambda name: fmean(group.best(name))):
         difference = group.against(BASELINE, method) if BASELINE in group.runs and method != BASELINE else None
         soonest = group.steps_to(BASELINE, method)
         cells = [
@@ -153,8 +149,8 @@ def summary_table(group: Group) -> str:
             f"{group.typical(method, 'clip_rate'):.0%}",
             f"{group.typical(method, 'clip_share'):.1%}",
         ]
-        lines.append(line(cells))
-    return "\n".join(lines)
+        rows.append(cells)
+    return table(titles, rows)
 
 
 def corrupted_table(group: Group) -> str:
@@ -166,7 +162,7 @@ def corrupted_table(group: Group) -> str:
         "their norm then, in usual norms",
         "others, scaled down",
     ]
-    lines = [line(titles), line(["---"] + ["---:"] * (len(titles) - 1))]
+    rows = []
     for method in group.methods:
         runs = group.runs[method][group.best_rate(method)].values()
         bad = [(*entry, run["norm"]["median"]) for run in runs for entry in run["bad_steps"]]
@@ -177,11 +173,11 @@ def corrupted_table(group: Group) -> str:
             method,
             caught([entry for entry in bad if entry[0] < EARLY]),
             caught([entry for entry in bad if entry[0] >= EARLY]),
-            f"{statistics.median(left):.1f}" if left else "",
-            f"{mean([run['false_alarms'] for run in runs]):.1%}",
+            f"{median(left):.1f}" if left else "",
+            f"{fmean([run['false_alarms'] for run in runs]):.1%}",
         ]
-        lines.append(line(cells))
-    return "\n".join(lines) if len(lines) > 2 else ""
+        rows.append(cells)
+    return table(titles, rows) if rows else ""
 
 
 def caught(bad: Sequence[tuple[Any, ...]]) -> str:
@@ -190,16 +186,18 @@ def caught(bad: Sequence[tuple[Any, ...]]) -> str:
 
 
 def rates_table(group: Group) -> str:
-    lines = [line(["method", *(f"lr {rate:g}" for rate in group.rates)])]
-    lines.append(line(["---"] + ["---:"] * len(group.rates)))
-    for method in group.methods:
-        cells = [", ".join(shown(loss) for loss in group.losses(method, rate)) for rate in group.rates]
-        lines.append(line([method, *cells]))
-    return "\n".join(lines)
+    titles = ["method", *(f"lr {rate:g}" for rate in group.rates)]
+    rows = [
+        [method, *(", ".join(shown(loss) for loss in group.losses(method, rate)) for rate in group.rates)]
+        for method in group.methods
+    ]
+    return table(titles, rows)
 
 
-def line(cells: Iterable[str]) -> str:
-    return f"| {' | '.join(cells)} |"
+def table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """In Markdown: the first column to the left, numbers to the right."""
+    lines = [titles, ["---"] + ["---:"] * (len(titles) - 1), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
 def shown(loss: float) -> str:
@@ -209,7 +207,7 @@ def shown(loss: float) -> str:
 def spread(losses: Sequence[float]) -> str:
     if not all(map(math.isfinite, losses)):
         return f"{sum(map(math.isinf, losses))} of {len(losses)} diverged"
-    return f"{mean(losses):.3f} ({min(losses):.3f} to {max(losses):.3f})"
+    return f"{fmean(losses):.3f} ({min(losses):.3f} to {max(losses):.3f})"
 
 
 def write(rows: list[Row], path: Path) -> str:
@@ -256,13 +254,13 @@ def draw_best(groups: list[Group], path: Path) -> None:
     most = max(len(group.methods) for group in groups)
     figure, axes = panels(groups, 6.0, 1.2 + 0.32 * most)
     for one, group in zip(axes, groups, strict=True):
-        order = sorted(group.methods, key=lambda name: -mean(group.best(name)))
+        order = sorted(group.methods, key=lambda name: -fmean(group.best(name)))
         for place, method in enumerate(order):
             losses = [loss for loss in group.best(method) if math.isfinite(loss)]
             colour = COLOURS.get(method, "#8a8a8a")
             one.plot(losses, [place] * len(losses), "o", color=colour, alpha=0.55, markersize=6)
             if losses:
-                one.plot([mean(losses)], [place], "|", color=colour, markersize=18, markeredgewidth=2.5)
+                one.plot([fmean(losses)], [place], "|", color=colour, markersize=18, markeredgewidth=2.5)
         one.set_yticks(range(len(order)), [f"{name}  (lr {group.best_rate(name):g})" for name in order])
         one.set_xlabel("held-out loss, nats per byte (lower is better)")
     figure.suptitle("Each method at its best learning rate: seeds (dots) and their mean (bar)", fontsize=11)
@@ -273,12 +271,12 @@ def draw_rates(groups: list[Group], path: Path) -> None:
     """The loss at the end over the learning rate, for the methods that have a colour."""
     figure, axes = panels(groups, 5.6, 4.6)
     for one, group in zip(axes, groups, strict=True):
-        lowest = min((mean(group.best(method)) for method in group.methods), default=0.0)
+        lowest = min((fmean(group.best(method)) for method in group.methods), default=0.0)
         for method in group.methods:
             if method not in COLOURS:
                 continue
             rates = sorted(group.runs[method])
-            means = [mean(group.losses(method, rate)) for rate in rates]
+            means = [fmean(group.losses(method, rate)) for rate in rates]
             one.plot(
                 rates,
                 [value if math.isfinite(value) else math.nan for value in means],

@@ -23,10 +23,11 @@ class SettingError(ValueError):
     """Arguments that don't go together with what is there."""
 
 
-def build_model(length: int) -> Any:
+def build_model(length: int, shape: dict[str, Any] = MODEL) -> Any:
+    """A Llama that reads bytes, ``length`` of them at most."""
     from transformers import LlamaConfig, LlamaForCausalLM  # takes seconds, which --help can do without
 
-    return LlamaForCausalLM(LlamaConfig(vocab_size=256, max_position_embeddings=length, use_cache=False, **MODEL))
+    return LlamaForCausalLM(LlamaConfig(vocab_size=256, max_position_embeddings=length, use_cache=False, **shape))
 
 
 def text_of(args: argparse.Namespace, batch: int | None = None) -> StdlibText:
